@@ -207,7 +207,6 @@ class Steps:
         slots = self.rows.tables[0][row_of, positions // 16] * 16 + positions % 16
         batch = FlatBatch(
             rows=which,
-            num_decode=rows if count == 1 else 0,
             start=np.full(rows, start),
             count=np.full(rows, count),
             masked=np.zeros(rows, np.bool_),

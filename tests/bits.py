@@ -13,7 +13,8 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
@@ -41,6 +42,7 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
+    drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:
         scale = 16 / self.block_size
@@ -61,6 +63,7 @@ class Circumstances:
                 batch_size=min(8, self.budget),
                 batch_timeout_s=0.0,
                 static_flush_s=0.0,
+                drafts=DraftConfig(width=self.drafts) if self.drafts else None,
             ),
             depth=self.depth,
             check_every=0,
@@ -108,6 +111,8 @@ class Record:
     preempted: int = 0
     forked: int = 0
     hits: int = 0  # tokens that were not computed, because a cache had them
+    accepted: int = 0  # drafts that were right
+    rejected: int = 0  # and those that were not
 
 
 def record(
@@ -118,11 +123,14 @@ def record(
     *,
     num_new: int,
     num_blocks: int = 200,
+    answers: Sequence[Prompt] = (),
 ) -> Record:
-    """Run the prompts, greedily."""
+    """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts."""
     config = around.config(spec, max(len(prompt) for prompt in prompts) + num_new, num_blocks)
     bits = Bits(make_step(config))
-    engine = build_engine(config, CPURunner(config, bits))
+    drafter = Oracle(answers) if around.drafts else None
+    engine = build_engine(config, CPURunner(config, bits, drafter=drafter))
+    always_draft(engine)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
     listener = _Listener(engine, around, num_new)
     for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
@@ -134,7 +142,60 @@ def record(
     listener.check_branches()
     outputs = [tuple(tokens) for tokens in listener.tokens_of.values()]
     forked = len(listener.branches)
-    return Record(outputs, bits.bits, bits.changed, listener.preempted, forked, listener.hits)
+    counters = engine.scheduler.state.counters
+    return Record(
+        outputs,
+        bits.bits,
+        bits.changed,
+        preempted=listener.preempted,
+        forked=forked,
+        hits=listener.hits,
+        accepted=counters.accepted_tokens,
+        rejected=counters.draft_tokens - counters.accepted_tokens,
+    )
+
+
+def always_draft(engine: Engine) -> None:
+    """Drafts are verified whether they are worth their time or not: nothing is learnt of it."""
+    if engine.scheduler.state.drafts is not None:
+        engine.scheduler.state.drafts.learn = lambda work, result: None  # type: ignore[method-assign]
+
+
+class Oracle:
+    """Drafts from texts that are known: as long as may be or shorter, right or, now and then, wrong."""
+
+    def __init__(self, texts: Sequence[Prompt], wrong: float = 0.3) -> None:
+        self._texts = [list(text) for text in texts]
+        self._wrong = wrong
+        self._rng = random.Random(0)
+
+    def join(self, rows: DeviceRows, row: int) -> None: ...
+
+    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
+        if not plan.draft_width:
+            return None
+        rng, left = self._rng, plan.draft_tokens
+        tokens: Index = np.zeros((len(at), plan.draft_width), np.int64)
+        count: Index = np.zeros(len(at), np.int64)
+        for number, row in enumerate(at.tolist()):
+            length = int(rows.num_tokens[row])
+            known = rows.tokens[row, :length].tolist()
+            text = next((text for text in self._texts if text[:length] == known), known)
+            most = min(plan.draft_width, int(rows.limit[row]) - length - 1, left)
+            if rows.ended[row] or most < 1 or rng.random() < 0.1:
+                continue
+            drafts = (text[length:] + [1] * most)[: rng.choice((most, rng.randint(1, most)))]
+            tokens[number, : len(drafts)] = [
+                rng.randrange(2, 100) if rng.random() < self._wrong else each for each in drafts
+            ]
+            count[number] = len(drafts)
+            left -= len(drafts)
+        return tokens, count
+
+    def observe(self, rows: DeviceRows, at: Index, count: Index, verified: Index) -> None: ...
+
+    def take_tally(self) -> DraftTally | None:
+        return None
 
 
 class Changing(FreeCores):
@@ -173,8 +234,9 @@ class _Listener:
                 request = RequestId(number)
                 known = self.tokens_of.get(request)
                 (self.branches[request][1] if known is None else known).append(token)
+            for request in map(RequestId, dict.fromkeys(batch.requests.tolist())):
                 self._preempt(request)
-                if self._around.fork and known is not None:
+                if self._around.fork and request in self.tokens_of:
                     self._fork(request)
         own = [finished for finished in events.finished if finished.request in self.tokens_of]
         self.hits += sum(finished.num_cached for finished in own)  # a branch begins with what it shares

@@ -12,11 +12,23 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from paceline.config.engine import Capacity, EngineConfig
-from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, SAME_ROWS, STOPPED, StepPlan, StepResult, Swaps
+from paceline.core.plan import (
+    AT_LENGTH,
+    DRAFT_KINDS,
+    EMPTY,
+    RUNNING_ON,
+    SAME_ROWS,
+    STOPPED,
+    DraftTally,
+    StepPlan,
+    StepResult,
+    Swaps,
+)
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
 
@@ -72,6 +84,7 @@ class Faults:
     step_failure: float = 0.0
     nan_row: float = 0.0
     late_copies: int = 2  # a copy completes up to this many steps late
+    right_drafts: float = 0.7  # chance of a draft to be the token that comes
 
 
 @dataclass
@@ -247,18 +260,33 @@ class FakeRunner:
 
     def _compute(self, plan: StepPlan, tickets: list[int]) -> StepResult:
         rows = self._rows
-        work = [(number, rows[number], 1) for number in self._decoding]
+        guesses = self._guess(plan) if plan.draft_width else {}
+        work = [(number, rows[number], 1 + len(guesses.get(number, ()))) for number in self._decoding]
         if len(plan.spans.row):
             spans = zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)
             work += [(number, rows[number], num) for number, num in spans]
         if self.check:
             self._check_step(work)
         outcomes: list[int] = []  # row, generation, token, count and ending of each
-        for number, row, num in work:
+        more: dict[int, list[int]] = {}  # tokens of rows whose first draft was right
+        for place, (number, row, num) in enumerate(work):
             outcomes += (number, row.generation)
             # An ended row is masked: it computes into the null block.
-            outcomes += _MASKED if row.ended else self._advance(row, num)
+            if row.ended:
+                outcomes += _MASKED
+            elif number in guesses and place < len(self._decoding):
+                tokens, ending = self._verify(row, guesses[number])
+                outcomes += (tokens[0], len(tokens), ending)
+                more[place] = tokens
+            else:
+                outcomes += self._advance(row, num)
         columns = np.array(outcomes, np.int32)
+        drawn = columns[2::5, None]
+        if plan.draft_width:
+            drawn = np.zeros((len(work), plan.draft_width + 1), np.int32)
+            drawn[:, 0] = columns[2::5]
+            for place, tokens in more.items():
+                drawn[place, : len(tokens)] = tokens
         finite = self._finite[: len(work)]
         if self.faults.nan_row and work and self.faults.rng.random() < self.faults.nan_row:
             finite = finite.copy()
@@ -268,12 +296,64 @@ class FakeRunner:
             seq=plan.seq,
             rows=columns[::5],
             generation=columns[1::5],
-            tokens=columns[2::5, None],
+            tokens=drawn,
             count=columns[3::5],
             finished=columns[4::5].astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
+            **self._drafted(work, guesses, more),
         )
+
+    # -- drafts --------------------------------------------------------------------------------------------
+
+    def _guess(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Drafts of decoding rows, by row: right and wrong ones, as long as may be or shorter, or none."""
+        rng, left = self.faults.rng, plan.draft_tokens
+        guesses: dict[int, list[int]] = {}
+        for number in self._decoding:
+            row = self._rows[number]
+            most = min(plan.draft_width, row.limit - len(row.tokens) - 1, left)
+            if row.ended or most < 1 or rng.random() < 0.2:
+                continue
+            drafts: list[int] = []
+            value = row.hashes[-1]
+            for _ in range(most if rng.random() < 0.6 else rng.randint(1, most)):
+                token = (((value ^ row.seed) * PRIME) & MASK) >> 44
+                drafts.append(token if rng.random() < self.faults.right_drafts else rng.randrange(VOCAB))
+                value = (value * PRIME + drafts[-1] + 1) & MASK
+            guesses[number] = drafts
+            left -= len(drafts)
+        return guesses
+
+    def _verify(self, row: _Row, drafts: list[int]) -> tuple[list[int], int]:
+        """A row computes its token and drafts behind it; returns the tokens it gets, and how it ended."""
+        start, size = row.computed, self._size
+        value = row.hashes[start]
+        for position, draft in enumerate(drafts, start + 1):  # rejected ones stay where they were written
+            value = (value * PRIME + draft + 1) & MASK
+            for table, memory in row.kv:
+                memory[table[position // size]][position % size] = value
+        tokens: list[int] = []
+        for draft in [*drafts, -1]:
+            token, _, ending = self._advance(row, 1)
+            tokens.append(token)
+            if token != draft or ending != RUNNING_ON:
+                break
+        return tokens, ending
+
+    def _drafted(
+        self, work: list[tuple[int, _Row, int]], guesses: dict[int, list[int]], more: dict[int, list[int]]
+    ) -> dict[str, Any]:
+        """What a result says of drafts. Their kind is their place."""
+        if not guesses:
+            return {}
+        compared, equal = np.zeros(DRAFT_KINDS, np.int32), np.zeros(DRAFT_KINDS, np.int32)
+        for tokens in more.values():
+            compared[: len(tokens)] += 1
+            equal[: len(tokens) - 1] += 1
+        verified = np.zeros(len(work), np.int32)
+        verified[list(more)] = [len(guesses[work[place][0]]) for place in more]
+        return {"verified": verified, "drafts": DraftTally(compared, equal)}
 
     def _advance(self, row: _Row, num: int) -> tuple[int, int, int]:
         """Compute `num` tokens of a row through its block tables; returns the token, its count, how it ended."""

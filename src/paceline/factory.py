@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
     Capacity,
+    DraftConfig,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -261,6 +262,11 @@ def _on_cpu(
     if not isinstance(backend, CPUBackend):
         backend = _torch_backend(model, checkpoint, (pulse, free), on_progress, backend)
     config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
+    drafts = DraftConfig.read(config.speculative_config)
+    if drafts is not None:
+        fixed_s, token_s = backend.measure()
+        drafts = replace(drafts, fixed_s=fixed_s, token_s=token_s)
+        config = replace(config, scheduler=replace(config.scheduler, drafts=drafts))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
         decoding = partial(

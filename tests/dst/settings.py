@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config.engine import (
     MODES,
+    DraftConfig,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -142,6 +143,14 @@ def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
         step_patience_s=rng.choice((0.005, 0.05)),
     )
     return replace(config, scheduler=paced)
+
+
+def draw_drafts(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Some engines verify drafts."""
+    if rng.random() < 0.6 or config.scheduler.mode != "continuous":
+        return config
+    drafts = DraftConfig(width=rng.choice((1, 3, 3, 7)))
+    return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
 
 
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:

@@ -26,7 +26,7 @@ from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
-from tests.dst.settings import draw_config, draw_pace, draw_traffic, draw_trouble
+from tests.dst.settings import draw_config, draw_drafts, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
 
@@ -42,7 +42,7 @@ class World:
     ) -> None:
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_steering(seed, paced)
+        self.config = draw_drafts(random.Random(seed + 11), draw_steering(seed, paced))
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
@@ -172,6 +172,8 @@ class World:
         counts["swap"] += counters.swapped
         counts["fork"] += counters.forked
         counts["late finish"] += counters.late_results
+        counts["draft taken"] += counters.accepted_tokens
+        counts["draft rejected"] += counters.draft_tokens - counters.accepted_tokens
         counts["failed step"] += counters.failed_steps
         counts["nan row"] += self.runner.nan_rows
         counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)

@@ -30,8 +30,10 @@ def record_native(
     num_blocks: int = 200,
     change: Callable[[NativeStep], StepCompute] | None = None,
     code: Code | None = None,
+    answers: Sequence[Prompt] = (),
 ) -> Record:
-    """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels."""
+    """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels, drafts
+    come from `answers`."""
     steps: list[NativeStep] = []
 
     def make_step(config: EngineConfig) -> StepCompute:
@@ -40,7 +42,9 @@ def record_native(
         return steps[-1] if change is None else change(steps[-1])
 
     try:
-        return record(make_step, model.spec, prompts, around, num_new=num_new, num_blocks=num_blocks)
+        return record(
+            make_step, model.spec, prompts, around, num_new=num_new, num_blocks=num_blocks, answers=answers
+        )
     finally:
         for step in steps:
             step.close()

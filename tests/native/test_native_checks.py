@@ -38,7 +38,6 @@ def batch(position: int = 3) -> FlatBatch:
     one = np.arange(1)
     return FlatBatch(
         rows=one,
-        num_decode=1,
         start=one + position,
         count=one + 1,
         masked=one > 0,

@@ -263,7 +263,6 @@ def test_runners_of_one_model_have_separate_caches() -> None:
         one = np.arange(1)
         batch = FlatBatch(
             rows=one,
-            num_decode=0,
             start=one,
             count=one + 1,
             masked=one > 0,

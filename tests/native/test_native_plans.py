@@ -50,7 +50,6 @@ def batch() -> FlatBatch:
     slots = numbers(SUB_BLOCK + 2, 3 * SUB_BLOCK, 3 * SUB_BLOCK + 1)
     return FlatBatch(
         rows=numbers(0, 2),
-        num_decode=1,
         start=numbers(2, 16),
         count=numbers(1, 2),
         masked=np.zeros(2, np.bool_),
@@ -134,7 +133,6 @@ def test_a_step_of_padding_alone_is_computed(step: NativeStep) -> None:
     none, one = numbers(), numbers(0)
     padding = FlatBatch(
         rows=none,
-        num_decode=0,
         start=none,
         count=none,
         masked=none > 0,

@@ -191,7 +191,6 @@ def prompt() -> tuple[DeviceRows, FlatBatch]:
     one = np.zeros(1, np.int64)
     batch = FlatBatch(
         rows=one,
-        num_decode=0,
         start=one,
         count=one + len(tokens),
         masked=one > 0,

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import (
+    MOST_DRAFTS,
+    DraftConfig,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -33,9 +35,12 @@ from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.inputs import INPUT_TYPES, AddRequest, Input
 from paceline.core.plan import (
+    DRAFT_KINDS,
+    EMPTY,
     RUNNING_ON,
     BlockAppends,
     BlockCopies,
+    DraftTally,
     RowCopies,
     RowJoins,
     RowSpans,
@@ -127,6 +132,8 @@ def config_of(value: Json) -> EngineConfig:
         scheduler["step_costs"] = StepCosts(**{**costs, **lists})
     if scheduler.get("learned_steps") is not None:
         scheduler["learned_steps"] = LearnedSteps(**scheduler["learned_steps"])
+    if scheduler.get("drafts") is not None:
+        scheduler["drafts"] = DraftConfig(**scheduler["drafts"])
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)
@@ -231,9 +238,9 @@ def _encode_part(part: object) -> dict[str, Json]:
         return encoded
     for name in names:
         value = getattr(part, name)
-        if isinstance(value, int):  # a number or a flag
+        if isinstance(value, int | float):  # a number or a flag
             if value:
-                encoded[name] = value
+                encoded[name] = plain(value)
         elif isinstance(value, np.ndarray):
             if len(value) and not (name in _ZERO_IF_ABSENT and not value.any()):
                 encoded[name] = value.tolist()
@@ -266,6 +273,10 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
     times = result.times
     if times.start_s or times.end_s:
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
+    if len(result.verified):
+        encoded["verified"] = pack(result.verified)
+    if result.drafts is not None:
+        encoded["drafts"] = [pack(column) for column in result.drafts]
     return encoded
 
 
@@ -274,20 +285,28 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
     rows = unpack(value["rows"])
     num_rows = len(rows)
     start_s, end_s = value.get("times", (0.0, 0.0))
+    count, drafts = unpack(value["count"]), value.get("drafts")
+    if len(count) and not 0 <= count.min() <= count.max() <= MOST_DRAFTS + 1:
+        raise ValueError(f"a row got {count.max()} tokens")
     result = StepResult(
         seq=seq,
         rows=rows,
         generation=_column(value, "generation", generations.of(rows)),
-        tokens=np.zeros((num_rows, 1), np.int32),
-        count=unpack(value["count"]),
+        tokens=np.zeros((num_rows, int(count.max(initial=1))), np.int32),
+        count=count,
         finished=_column(value, "finished", np.full(num_rows, RUNNING_ON)).astype(np.uint8),
         finite=_column(value, "finite", np.ones(num_rows)).astype(np.bool_),
         copies_done=np.array(value.get("copies_done", []), np.int32),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
+        verified=_column(value, "verified", EMPTY),
+        drafts=None if drafts is None else DraftTally(*map(unpack, drafts)),
     )
-    for column in (result.generation, result.count, result.finished, result.finite):
+    columns: list[NDArray[Any]] = [result.generation, result.count, result.finished, result.finite]
+    for column in [*columns, result.verified] if "verified" in value else columns:
         if len(column) != num_rows:
             raise ValueError(f"a column has {len(column)} entries for {num_rows} rows")
+    if result.drafts is not None and any(len(column) != DRAFT_KINDS for column in result.drafts):
+        raise ValueError(f"a tally of drafts does not have {DRAFT_KINDS} kinds")
     return result
 
 

@@ -7,6 +7,7 @@ follow from it are separate values (see `Capacity`).
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
+DRAFT_METHODS = ("off", "ngram")
+USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
 
@@ -137,6 +140,41 @@ class PreemptionCosts:
         finite = (self.token_s, self.product_s, self.step_s)
         if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
             raise ConfigError("what preemption costs must be numbers that are not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Tokens that are guessed and verified in one step. Part of the config, so that a run log has it."""
+
+    method: str = "ngram"
+    width: int = USUAL_DRAFTS  # most drafts of one row in a step
+    # Seconds of a step as a line over its tokens, as far as known at the start.
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> DraftConfig | None:
+        """What --speculative-config says: the name of a method, or vLLM's JSON object; None: off."""
+        given: object = {"method": text}
+        if text.lstrip().startswith("{"):
+            try:
+                given = json.loads(text)
+            except ValueError as error:
+                raise ConfigError(f"--speculative-config is not JSON: {error}") from None
+        assert isinstance(given, dict)
+        unknown = sorted(set(given) - {"method", "num_speculative_tokens"})
+        if unknown:
+            raise ConfigError(
+                f"--speculative-config: {unknown[0]} is not known; there are method and num_speculative_tokens"
+            )
+        method, width = given.get("method", "ngram"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        if method not in DRAFT_METHODS:
+            raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
+        if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width <= MOST_DRAFTS:
+            raise ConfigError(
+                f"--speculative-config: num_speculative_tokens must be 0 to {MOST_DRAFTS}, not {width!r}"
+            )
+        return None if method == "off" or not width else cls(method=method, width=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +330,7 @@ class SchedulerConfig:
     step_costs: StepCosts | None = None  # of the machine; None: nothing is known, and no pace can be kept
     preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
     learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
+    drafts: DraftConfig | None = None  # None: one token per row and step
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -403,6 +442,12 @@ class EngineConfig(CheckedOptions):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(
         1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8, panel="Step timing"
+    )
+    speculative_config: str = option(
+        "off",
+        "drafts to verify in a step: off, ngram, or a JSON object with method and num_speculative_tokens",
+        panel="Step timing",
+        metavar="METHOD|JSON",
     )
     check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0, panel=None)
     decision_ring: int = option(

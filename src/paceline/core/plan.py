@@ -18,6 +18,7 @@ from paceline.core.fast import value
 from paceline.core.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 Bool = NDArray[np.bool_]
 
@@ -120,6 +121,13 @@ class StepWork:
     prefill_context_products: int = 0  # sum over these tokens of the context each attends to
     logit_rows: int = 0  # rows that are sampled
     swap_blocks: int = 0
+    draft_tokens: int = 0  # most drafts that are verified beside these
+
+
+# Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.
+DRAFT_KINDS = 32
+NO_TRUST: F32 = np.zeros(0, np.float32)
+NO_TRUST.flags.writeable = False
 
 
 # Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
@@ -144,6 +152,10 @@ class StepPlan(NamedTuple):
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
     work: StepWork = NO_WORK
+    draft_width: int = 0  # most drafts of one decoding row
+    draft_tokens: int = 0  # most drafts of all rows together: those that are most likely right
+    draft_floor: float = 0.0  # least chance at which a draft is worth its time
+    trust: F32 = NO_TRUST  # chance of each kind of draft, where it has moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +183,20 @@ class StepTimes:
 NO_TIMES = StepTimes()
 
 
+class DraftTally(NamedTuple):
+    """How drafts fared, by kind: those compared with the token that came, and those that were that token."""
+
+    compared: I32
+    equal: I32
+
+
 class StepResult(NamedTuple):
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
 
     seq: int
     rows: I32
     generation: I32  # as of the plan; a late result never reaches the row's next owner
-    tokens: I32  # [rows, width]; width > 1 with speculation
+    tokens: I32  # [rows, width]; width > 1 with drafts
     # How many of them are valid; 0 for a chunk that does not end its prompt. (A tuple's own `count` is of no use here.)
     count: I32  # type: ignore[assignment]
     finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
@@ -185,6 +204,8 @@ class StepResult(NamedTuple):
     copies_done: I32 = EMPTY  # swap tickets completed
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = NO_TIMES
+    verified: I32 = EMPTY  # drafts computed, by row; empty: none
+    drafts: DraftTally | None = None
 
 
 class Pending(Protocol):

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -31,6 +32,7 @@ from paceline.core.plan import (
 from paceline.core.pulse import Pulse
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch, make_batch
+from paceline.runner.drafts import Drafter, NgramDrafter
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 I32 = NDArray[np.int32]
@@ -96,6 +98,7 @@ class CPURunner:
         compute: StepCompute,
         eos_token_ids: tuple[int, ...] | None = None,
         pulse: Pulse | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._config = config
         self._compute = compute
@@ -104,6 +107,9 @@ class CPURunner:
         spec = compute.spec
         self._kv = compute.kv
         self._rows = DeviceRows(config)
+        self._drafter = drafter
+        if drafter is None and config.scheduler.drafts is not None:
+            self._drafter = NgramDrafter(len(self._rows.limit))
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
@@ -151,31 +157,54 @@ class CPURunner:
         started_s = time.perf_counter()
         self._apply(plan)
         tickets = self._move_blocks(plan)
-        batch = make_batch(self._rows, plan, self._kv.block_size)
-        rows, at = self._rows, batch.rows
+        rows = self._rows
+        drafts = self._drafts(plan)
+        batch = make_batch(rows, plan, self._kv.block_size, drafts)
+        at = batch.rows
+        verified: Index = np.zeros(len(at), np.int64)
+        if drafts is not None:
+            verified[: len(drafts[1])] = drafts[1]
         due = self._due(batch)
-        good, settled = self._forward(batch, due)
-        finite = self._finite_rows(batch, good)
-        tokens, count, finished, logprobs = self._sample(batch, due, finite, settled)
+        places = _Places.of(batch, due, verified)
+        good, settled = self._forward(batch, places)
+        finite = self._finite_rows(batch, good, verified)
+        drawn = self._sample(batch, places, finite, good, settled, plan.draft_width)
+        logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
+        if drafts is not None:  # of drafts, those that were right
+            rows.computed[at] -= np.where(batch.masked, 0, verified - np.maximum(drawn.count - 1, 0))
+        tally = None
+        if self._drafter is not None and len(due):
+            self._drafter.observe(rows, at[due], drawn.count[due].astype(np.int64), verified[due])
+            tally = self._drafter.take_tally()
         return StepResult(
             seq=plan.seq,
             rows=at.astype(np.int32),
             generation=rows.generation[at],
-            tokens=tokens[:, None],
-            count=count,
-            finished=finished,
+            tokens=drawn.tokens,
+            count=drawn.count,
+            finished=drawn.finished,
             finite=finite,
             copies_done=tickets,
             logprobs=logprobs,
             times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
+            verified=EMPTY if drafts is None else verified.astype(np.int32),
+            drafts=tally,
         )
+
+    def _drafts(self, plan: StepPlan) -> tuple[Index, Index] | None:
+        """Guessed tokens of the decoding rows, and how many of each."""
+        if self._drafter is None:
+            return None
+        return self._drafter.propose(self._rows, plan, np.flatnonzero(self._rows.decoding))
 
     def _apply(self, plan: StepPlan) -> None:
         self._rows.apply(plan)
         for row, sampling in zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True):
             known = self._rows.tokens[row, : self._rows.num_tokens[row]].astype(np.int32)
             self._broken.discard(row)
+            if self._drafter is not None:
+                self._drafter.join(self._rows, row)
             try:
                 self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))
             except Exception:
@@ -195,32 +224,41 @@ class CPURunner:
             return EMPTY
         return np.unique(np.concatenate([out.ticket, back.ticket]))
 
-    def _forward(self, batch: FlatBatch, due: Index) -> tuple[Bool, Settled | None]:
+    def _forward(self, batch: FlatBatch, places: _Places) -> tuple[Bool, Settled | None]:
         """Compute the batch; which tokens have finite numbers, and what was drawn with it."""
         if not len(batch.tokens):  # only blocks were moved
             return np.ones(0, np.bool_), None
-        rows, last = self._rows, batch.last[due]
-        if self._drawing is None or not len(due):
-            return self._compute.forward(rows, batch, last), None
-        sampled = batch.rows[due]
-        wanted = self._sampler.wanted(sampled, rows.num_tokens[sampled])
-        return self._drawing.forward_and_draw(rows, batch, last, wanted)
+        rows = self._rows
+        if self._drawing is None or not len(places.token):
+            return self._compute.forward(rows, batch, places.token), None
+        sampled = batch.rows[places.row]
+        wanted = self._sampler.wanted(sampled, rows.num_tokens[sampled] + places.depth)
+        return self._drawing.forward_and_draw(rows, batch, places.token, wanted)
 
     def _due(self, batch: FlatBatch) -> Index:
         """Which rows of the batch have computed all they know: they get a token."""
         rows, at = self._rows, batch.rows
-        is_due = (batch.start + batch.count == rows.num_tokens[at]) & ~batch.masked
+        is_due = (batch.start + batch.count >= rows.num_tokens[at]) & ~batch.masked
         if self._broken:
             is_due &= ~np.isin(at, list(self._broken))
         return np.flatnonzero(is_due)
 
-    def _finite_rows(self, batch: FlatBatch, good: Bool) -> Bool:
-        """Which rows have usable numbers; what the others stored is wiped at once."""
+    def _finite_rows(self, batch: FlatBatch, good: Bool, verified: Index) -> Bool:
+        """Which rows have usable numbers; what the others stored is wiped at once. A draft is not counted: it ends
+        where its numbers do."""
         finite = np.ones(len(batch.rows), np.bool_)
         if self._broken:
             finite[np.isin(batch.rows, list(self._broken))] = False
         if good.all():
             return finite | batch.masked
+        if verified.any():
+            last = batch.last
+            is_draft = np.zeros(len(good), np.bool_)
+            owner = batch.row_of[: int(batch.count.sum())]
+            is_draft[: len(owner)] = np.arange(len(owner)) > (last - verified)[owner]
+            for group, slots in enumerate(batch.slots):
+                self._kv.clear(group, slots[~good & is_draft & (slots >= 0)])
+            good = good | is_draft
         bad_rows = np.unique(batch.row_of[~good])
         bad = np.isin(batch.row_of, bad_rows[bad_rows < len(batch.rows)])
         for group, slots in enumerate(batch.slots):
@@ -229,28 +267,48 @@ class CPURunner:
         return finite | batch.masked
 
     def _sample(
-        self, batch: FlatBatch, due: Index, finite: Bool, settled: Settled | None
-    ) -> tuple[I32, I32, NDArray[np.uint8], tuple[RowLogprobs, ...]]:
-        """Draw a token for every row that is due, and write it into the row."""
+        self,
+        batch: FlatBatch,
+        places: _Places,
+        finite: Bool,
+        good: Bool,
+        settled: Settled | None,
+        width: int,
+    ) -> _Drawn:
+        """Draw a token for every row that is due, and write it into the row; where it is the row's first draft, draw
+        the next, and so on."""
         rows, at = self._rows, batch.rows
-        tokens = np.zeros(len(at), np.int32)
-        count = np.zeros(len(at), np.int32)
-        finished = np.full(len(at), RUNNING_ON, np.uint8)
-        if not len(due):
-            return tokens, count, finished, self._prompt_logprobs(batch, finite)
-        sampled = at[due]
-        position = rows.num_tokens[sampled]
-        drawn = self._sampler.sample(self._compute.logits(batch.last[due]), sampled, position, settled)
-        prompt_logprobs = self._prompt_logprobs(batch, finite)
-        known = (drawn.tokens >= 0) & (drawn.tokens < self._compute.spec.vocab_size)
-        finite[due] &= drawn.finite & known  # an unknown token must not reach the next step, or a client
-        rows.tokens[sampled, position] = np.where(known, drawn.tokens, 0)
-        rows.num_tokens[sampled] += 1
-        tokens[due], count[due] = rows.tokens[sampled, position], 1
-        at_length = rows.num_tokens[sampled] >= rows.limit[sampled]
-        finished[due] = np.where(drawn.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
-        rows.ended[sampled] = drawn.stopped | at_length
-        return tokens, count, finished, prompt_logprobs + drawn.logprobs
+        drawn = _Drawn.none(len(at), width)
+        if not len(places.token):
+            return drawn
+        logits = self._compute.logits(places.token)
+        here = np.flatnonzero(places.depth == 0)  # places that are drawn now, a row each
+        while len(here):
+            row = places.row[here]
+            sampled = at[row]
+            position = rows.num_tokens[sampled]
+            guess = rows.tokens[sampled, position]
+            one = self._sampler.sample(
+                logits if len(here) == len(logits) else logits[here],
+                sampled,
+                position,
+                None if settled is None else settled.of(here),
+            )
+            known = (one.tokens >= 0) & (one.tokens < self._compute.spec.vocab_size)
+            finite[row] &= one.finite & known  # an unknown token must not reach the next step, or a client
+            token = np.where(known, one.tokens, 0)
+            rows.tokens[sampled, position] = token
+            rows.num_tokens[sampled] += 1
+            drawn.tokens[row, drawn.count[row]] = token
+            drawn.count[row] += 1
+            at_length = rows.num_tokens[sampled] >= rows.limit[sampled]
+            drawn.finished[row] = np.where(one.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
+            rows.ended[sampled] = one.stopped | at_length
+            drawn.logprobs += one.logprobs
+            goes_on = (token == guess) & finite[row] & ~rows.ended[sampled] & places.has_next[here]
+            here = here[goes_on] + 1
+            here = here[good[places.token[here]]]
+        return drawn
 
     def _prompt_logprobs(self, batch: FlatBatch, finite: Bool) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
@@ -275,6 +333,45 @@ class CPURunner:
                 _logger.exception("no logprobs for the prompt of row %d", row)
                 finite[index] = False
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """The tokens of a batch behind which a token is drawn: its last, and of a row with drafts those before them too.
+    Row by row, in order."""
+
+    token: Index  # index into the batch's tokens
+    row: Index  # index into the batch's rows
+    depth: Index  # drafts of the row up to it
+    has_next: Bool  # a draft follows
+
+    @classmethod
+    def of(cls, batch: FlatBatch, due: Index, verified: Index) -> _Places:
+        last, more = batch.last[due], verified[due]
+        if not more.any():
+            depth = np.zeros(len(due), np.int64)
+            return cls(last, due, depth, depth > 0)
+        row = np.repeat(due, more + 1)
+        depth = np.arange(len(row)) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
+        return cls(batch.last[row] - verified[row] + depth, row, depth, depth < verified[row])
+
+
+@dataclass(slots=True, eq=False)
+class _Drawn:
+    """What the rows of a batch got."""
+
+    tokens: I32
+    count: I32
+    finished: NDArray[np.uint8]
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+    @classmethod
+    def none(cls, num_rows: int, width: int) -> _Drawn:
+        return cls(
+            np.zeros((num_rows, width + 1), np.int32),
+            np.zeros(num_rows, np.int32),
+            np.full(num_rows, RUNNING_ON, np.uint8),
+        )
 
 
 def _by_group(move: Callable[[int, Index, Index], None], groups: I32, first: I32, second: I32) -> None:

@@ -86,7 +86,6 @@ class FlatBatch:
     """`rows`, `start`, `count` speak of rows; `tokens`, `positions`, `row_of` of tokens, row by row."""
 
     rows: Index  # decoding rows first, then spans; padding is not among them
-    num_decode: int
     start: Index  # position of a row's first token in this step
     count: Index
     masked: NDArray[np.bool_]  # ended: nothing of it counts
@@ -103,14 +102,22 @@ class FlatBatch:
         return last
 
 
-def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> FlatBatch:
-    """The batch of a plan that has been applied to `rows`."""
+def make_batch(
+    rows: DeviceRows, plan: StepPlan, block_size: int, drafts: tuple[Index, Index] | None = None
+) -> FlatBatch:
+    """The batch of a plan that has been applied to `rows`; `drafts`: guessed tokens of the decoding rows, and how many
+    of each row. They are written behind its last token, and stay there until others come."""
     decode = np.flatnonzero(rows.decoding)
     at = np.concatenate([decode, plan.spans.row])
     masked = rows.ended[at]
     start = np.where(masked, 0, rows.computed[at])
     count = np.ones(len(at), np.int64)
     count[len(decode) :] = plan.spans.num_scheduled
+    if drafts is not None:
+        guesses, number = drafts
+        owner, place = (np.arange(guesses.shape[1]) < number[:, None]).nonzero()
+        rows.tokens[decode[owner], rows.num_tokens[decode[owner]] + place] = guesses[owner, place]
+        count[: len(decode)] += number
     row_of = np.repeat(np.arange(len(at)), count)
     first = np.cumsum(count) - count
     positions = start[row_of] + np.arange(len(row_of)) - first[row_of]
@@ -130,7 +137,6 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int) -> FlatBatch:
         slots = tuple(np.concatenate([slot, pad + NOWHERE]) for slot in slots)
     return FlatBatch(
         rows=at,
-        num_decode=len(decode),
         start=start,
         count=count,
         masked=masked,

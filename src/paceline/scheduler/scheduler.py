@@ -67,6 +67,8 @@ class Scheduler:
         if self.composer.pace is not None:
             self.composer.pace.learn(work, result.times)
         self.state.sizes.learn(work, result.times, self.state.now_s)
+        if self.state.drafts is not None:
+            self.state.drafts.learn(work, result)
         apply_result(self.state, result)
         if self.state.dial.watches:
             steering.judge(self.state)

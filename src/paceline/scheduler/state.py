@@ -44,6 +44,7 @@ from paceline.core.request import (
 from paceline.kv.manager import KVManager
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
+from paceline.scheduler.draft_budget import make_budget
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows
@@ -110,6 +111,9 @@ class Flight:
     # Static and dynamic batches only: prompt padding as (row, tokens), and rows that decode past their end.
     pads: tuple[tuple[int, int], ...] = ()
     filling: NDArray[np.bool_] | None = None
+    # Drafts: most tokens of a row beside its first, and the first position that each row may write.
+    width: int = 0
+    first: NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -167,6 +171,7 @@ class SchedulerState:
         self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
+        self.drafts = make_budget(config, kv.block_size, mode)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -246,6 +251,16 @@ class SchedulerState:
         view = self.queue.view(self.now_s)
         scores = self.mode.rank(view, self.policy.order(view))
         return [self.queue.get(index) for index in first(view, scores, count).tolist()]
+
+    def unsure_rows(self) -> NDArray[np.bool_] | None:
+        """Rows of which steps under way may verify drafts: how far they are is known only within bounds. None: none."""
+        drafted = [flight.mask for flight in self.flights if flight.width]
+        if not drafted:
+            return None
+        unsure = np.zeros(self.rows.high, np.bool_)
+        for mask in drafted:
+            unsure[: len(mask)] |= mask
+        return unsure
 
     # -- moves ---------------------------------------------------------------------------------------------
 

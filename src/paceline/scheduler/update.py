@@ -40,13 +40,36 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
         if state.mode.keeps_finished:
             retire_batch(state)  # it may have been the last one that was not done
         current = rows.generation[at] == result.generation
-    rows.computed[: len(flight.mask)] += flight.mask
+    if flight.width:
+        _verified(state, result, flight, at, current)
+    else:
+        rows.computed[: len(flight.mask)] += flight.mask
     if flight.spans and _spans_done(state, flight):
         current = rows.generation[at] == result.generation
     if result.logprobs:
         _deliver_logprobs(state, result, set(at[current].tolist()))
     _deliver(state, result, flight, at, current)
     state.kv.settle()
+
+
+def _verified(
+    state: SchedulerState, result: StepResult, flight: Flight, at: Index, current: NDArray[np.bool_]
+) -> None:
+    """Rows have computed their token and the drafts that were right; how far they may be now is a smaller bound."""
+    rows, high = state.rows, len(flight.mask)
+    decoding = current & flight.mask[np.minimum(at, high - 1)] & (at < high)
+    rows.computed[at[decoding]] += result.count[decoding]
+    if len(result.verified):
+        counters, drafted = state.counters, decoding & (result.verified > 0)
+        counters.drafted_steps += 1
+        counters.draft_tokens += int(result.verified.sum())
+        counters.accepted_tokens += int((result.count[drafted] - 1).sum())
+    bound = rows.computed[:high].copy()
+    for later in state.flights:
+        part = min(high, len(later.mask))
+        bound[:part] += later.mask[:part] * (later.width + 1)
+    np.minimum(bound, rows.max_len[:high] - 1, out=bound)
+    np.copyto(rows.scheduled[:high], bound, where=flight.mask)
 
 
 def _deliver(
@@ -57,26 +80,33 @@ def _deliver(
     wanted = current & (result.count > 0)
     if state.mode.keeps_finished:
         wanted &= ~rows.done[at]
-    tokens, finished = result.tokens[:, 0], result.finished
+    tokens, count, finished = result.tokens, result.count, result.finished
     if not all_set(wanted):
         if not any_set(wanted):
             return
-        at, tokens, finished = at[wanted], tokens[wanted], finished[wanted]
+        at, tokens, count, finished = at[wanted], tokens[wanted], count[wanted], finished[wanted]
     before = rows.num_tokens[at]
-    after = before + 1
     place = before - rows.num_known[at]
-    rows.outputs[at, place] = tokens
-    rows.num_tokens[at] = after
     index = before - rows.num_prompt[at]
+    if flight.width:  # a row gets one token, and those of its drafts that were right
+        each = np.repeat(np.arange(len(at)), count)
+        further = np.arange(len(each)) - (np.cumsum(count) - count)[each]
+        owner, flat, after = at[each], tokens[each, further], before + count
+        rows.outputs[owner, place[each] + further] = flat
+        index = index[each] + further
+    else:
+        owner, flat, after = at, tokens[:, 0], before + 1
+        rows.outputs[at, place] = flat
+    rows.num_tokens[at] = after
     if state.accounting.accounts is not None:
-        state.accounting.delivered(rows.tenant[at])
+        state.accounting.delivered(rows.tenant[owner])
     state.events.tokens.append(
         TokenEvents(
-            seq=result.seq, time_s=state.now_s, requests=rows.request_id[at], tokens=tokens, index=index
+            seq=result.seq, time_s=state.now_s, requests=rows.request_id[owner], tokens=flat, index=index
         )
     )
     if flight.spans:  # a row that computes known tokens may get its first
-        for row in at[index == 0].tolist():
+        for row in owner[index == 0].tolist():
             request = _owner(state, row)
             request.first_token_s = state.now_s
             if state.dial.watches:

@@ -210,6 +210,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "row_copies",
         ),
         *("swap_out", "swap_in", "pad_tokens", "padding_rows", "work"),
+        *("draft_width", "draft_tokens", "draft_floor", "trust"),
     }
     assert {spec.name for spec in fields(RowJoins)} == {
         *(
@@ -418,6 +419,7 @@ def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None
         "prefill_tokens": 6,
         "prefill_context_products": 24,
         "logit_rows": 2,
+        "draft_tokens": 0,
         "swap_blocks": 0,
     }
 

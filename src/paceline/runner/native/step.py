@@ -134,8 +134,7 @@ class NativeStep:
         longest = min(rows.tokens.shape[1], self._max_positions, tables[0].shape[1] * block_size)
         _check_below(batch.tokens, self.spec.vocab_size, "token")
         used = _check_below(batch.positions, longest, "position") // block_size + 1
-        if batch.num_decode < len(batch.rows):
-            _check_below(batch.rows, len(tables[0]) - 1, "row")
+        _check_below(batch.rows, len(tables[0]) - 1, "row")
         for group, (slots, table) in enumerate(zip(batch.slots, tables, strict=True)):
             slot_count = self.kv.num_slots(group)
             if np.maximum.reduce(slots) >= slot_count:  # nothing is stored where it is negative

@@ -184,7 +184,7 @@ def query_tiles(batch: FlatBatch, padding_row: int) -> Column:
     if pads:
         counts = np.concatenate([counts, np.ones(pads, np.int64)])
     owners = np.concatenate([batch.rows, np.full(pads, padding_row)]) if pads else batch.rows
-    if len(batch.rows) == batch.num_decode and not pads:
+    if len(batch.rows) == len(batch.tokens):
         return np.stack([np.arange(len(counts)), counts, owners], axis=1)
     pieces = -(-counts // MOST_QUERY_TOKENS)
     row = np.repeat(np.arange(len(counts)), pieces)

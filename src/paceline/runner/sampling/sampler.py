@@ -238,6 +238,12 @@ class Settled:
     tokens: I64
     is_settled: Bool  # False: the row is left to the sampler
 
+    def of(self, places: I64) -> Settled:
+        """Some of them."""
+        if len(places) == len(self.tokens):
+            return self
+        return Settled(tokens=self.tokens[places], is_settled=self.is_settled[places])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:

@@ -398,6 +398,10 @@ class Writes:
         self.picture = frames.picture_of[self.step]
         self.end = frames.counts["scheduled"][self.step, rows]
         self.start = self.end - count
+        for place, plan in enumerate(self.plans):
+            if plan.flight.first is not None:  # with drafts, where a row stands follows from steps under way
+                mine = (number == place) & self.decoding[place, rows]
+                self.start[mine] = plan.flight.first[rows[mine]]
 
     def blocks_of(self, group: GroupFrames, block_size: int) -> tuple[Index, Index]:
         """The first and the last block of each write."""

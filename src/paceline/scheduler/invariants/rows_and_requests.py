@@ -170,8 +170,9 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
                 step,
                 f"{allowed} tokens are allowed, too few for the prompts beside {work.decode_rows} rows",
             )
-        if total > allowed:
-            yield step, f"{total} tokens are planned, {allowed} are allowed"
+        if total + plan.draft_tokens > allowed:
+            drafts = f" and {plan.draft_tokens} drafts" if plan.draft_tokens else ""
+            yield step, f"{total} tokens{drafts} are planned, {allowed} are allowed"
         if work.logit_rows > work.decode_rows + len(scheduled):
             yield step, "more rows are sampled than planned"
     steps = np.array(writes.steps, np.int64)
@@ -189,9 +190,13 @@ def the_host_sees_each_token_it_must(context: CheckContext) -> str | None:
     rows = context.scheduler.state.rows
     if context.plan is None or not rows.num_needs_host:
         return None
-    mask = context.scheduler.state.flights[-1].mask
-    high = len(mask)
-    ahead = mask & rows.needs_host[:high] & (rows.scheduled[:high] - 1 > rows.computed[:high])
+    *earlier, flight = context.scheduler.state.flights
+    high = len(flight.mask)
+    first = rows.scheduled[:high] - 1 if flight.first is None else flight.first
+    ahead = first > rows.computed[:high]
+    for other in earlier:
+        ahead[: len(other.mask)] |= other.mask[:high]
+    ahead &= flight.mask & rows.needs_host[:high]
     if np.count_nonzero(ahead):
         return f"row {int(ahead.argmax())} is computed ahead although the host must see its last token first"
     return None

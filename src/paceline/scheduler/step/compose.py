@@ -65,6 +65,8 @@ class Composer:
                 self._span(draft, row, draft.left)
         if len(draft.held) and not (draft.num_decoding or draft.spans):
             mask = self._decode_held(draft)
+        if state.drafts is not None and draft.num_decoding and draft.left > 0:
+            self._widen(draft, mask)
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
@@ -118,9 +120,12 @@ class Composer:
         high = len(mask)
         scheduled = rows.scheduled[:high]
         draft.advancing = advancing = mask & ~rows.padding[:high] if state.mode.keeps_finished else mask
-        scheduled += advancing
-        ended = scheduled + 1 >= rows.max_len[:high]
-        ended &= advancing
+        if state.drafts is None:
+            scheduled += advancing
+            ended = scheduled + 1 >= rows.max_len[:high]
+            ended &= advancing
+        else:
+            ended = self._advance_unsure(draft, advancing)
         if any_set(ended):
             draft.at_length = True
             self._end_of_length(ended)
@@ -130,6 +135,38 @@ class Composer:
         draft.num_sampled += count
         return mask
 
+    def _advance_unsure(self, draft: StepDraft, advancing: Mask) -> Mask:
+        """As `scheduled += advancing` where drafts are made; returns the rows that surely get their last token."""
+        rows, high = self._state.rows, len(advancing)
+        scheduled, last = rows.scheduled[:high], rows.max_len[:high] - 1
+        unsure = self._state.unsure_rows()
+        draft.first = scheduled.copy()
+        if unsure is not None:
+            np.copyto(draft.first, rows.computed[:high], where=unsure)
+        np.minimum(scheduled + advancing, last, out=scheduled, where=advancing)
+        ended: Mask = (scheduled >= last) & advancing
+        return ended if unsure is None else ended & ~unsure
+
+    def _widen(self, draft: StepDraft, mask: Mask) -> None:
+        """Room for drafts in what the step has left, and in blocks that are free."""
+        state = self._state
+        rows, kv, high = state.rows, state.kv, len(mask)
+        assert state.drafts is not None
+        width, tokens = state.drafts.choose(draft.num_decoding, draft.left)
+        if not width:
+            return
+        scheduled = rows.scheduled[:high]
+        further = np.minimum(scheduled + width, rows.max_len[:high] - 1)
+        crossing = ((further > kv.table_len[:high] * kv.block_size) & mask).nonzero()[0]
+        if kv.short_of(crossing, 0) > 0 or len(crossing) > kv.free_for():
+            return  # blocks are for tokens that are certain
+        if len(crossing):
+            kv.extend_each(crossing)
+        np.copyto(scheduled, further, where=mask)
+        draft.at_length = True
+        draft.draft_width, draft.draft_tokens = width, tokens
+        draft.left -= tokens
+
     def _decode_needs(self, draft: StepDraft) -> tuple[Mask, Index, list[int]]:
         """Rows that decode, those that need a block for it, and those that must copy a shared one first."""
         rows, kv = self._state.rows, self._state.kv
@@ -138,14 +175,29 @@ class Composer:
         mask[draft.held] = False
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.scheduled[:high] != rows.computed[:high]))
+        if self._state.drafts is not None:
+            self._leave_out(mask)
         if high >= draft.left and count_set(mask) >= draft.left:
             shortage.trim(self._state, mask, draft.left)
         full = rows.scheduled[:high] >= kv.table_len[:high] * kv.block_size
         full &= mask
+        if self._state.drafts is not None:  # a row that may have all its tokens writes no further
+            full &= rows.scheduled[:high] < rows.max_len[:high] - 1
         if self._state.mode.keeps_finished:  # padding is computed into the null block
             full &= ~rows.padding[:high]
         crossing = full.nonzero()[0]
         return mask, crossing, shortage.shared_writes(self._state, mask) if rows.any_sharing else []
+
+    def _leave_out(self, mask: Mask) -> None:
+        """Where drafts are made: rows that have all their tokens, and those that copy a block it is not known where."""
+        rows, high = self._state.rows, len(mask)
+        unsure = self._state.unsure_rows()
+        done = rows.scheduled[:high] >= rows.max_len[:high] - 1
+        if unsure is not None:
+            done &= ~unsure
+            if rows.any_sharing:
+                mask &= ~(unsure & rows.sharing[:high])
+        mask &= ~done
 
     def _prompt_tokens_free(self) -> int:
         """Tokens a step has for prompts if all rows decode."""
@@ -411,7 +463,9 @@ class Composer:
             filling = mask & ~draft.advancing
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
-        if decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
+        if (
+            decode_rows is SAME_ROWS and state.drafts is None
+        ):  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
             self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
@@ -438,8 +492,11 @@ class Composer:
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
+                draft_tokens=draft.draft_tokens,
             ),
         )
+        if state.drafts is not None:
+            plan = state.drafts.stamp(plan, draft.draft_width, draft.draft_tokens)
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
@@ -452,6 +509,8 @@ class Composer:
             work=plan.work,
             pads=() if filling is None else tuple(draft.pads.items()),
             filling=filling,
+            width=draft.draft_width,
+            first=draft.first,
         )
         state.flights.append(flight)
         return plan

@@ -1,0 +1,184 @@
+"""Drafts change when tokens come, never which: tokens, logits and logprobs with drafts are those without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.core.counters import Counters, CPUWork
+from paceline.core.request import FinishReason, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.factory import build_engine
+from paceline.models.spec import ModelSpec
+from paceline.runner.cpu import CPURunner, StepCompute
+from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.drafts import Drafter
+from paceline.runner.native.step import NativeStep
+from tests.bits import Circumstances, Oracle, Prompt, always_draft, differences
+from tests.kernels import host_code
+from tests.native.runs import record_native
+from tests.native.test_native_engine import MAX_LEN, NUM_NEW, alone, model, prompts
+from tests.quantized_helpers import tiny_spec
+
+CIRCUMSTANCES = [
+    Circumstances(drafts=3, budget=400),
+    Circumstances(drafts=7, budget=200, depth=1),
+    Circumstances(drafts=15, block_size=32, depth=3),
+    Circumstances(drafts=1, budget=60),
+    Circumstances(drafts=7, alone=True, caching=True, block_size=32),
+    Circumstances(drafts=7, caching=True, preempt="recompute", depth=1),
+    Circumstances(drafts=7, preempt="swap", block_size=64),
+    Circumstances(drafts=3, fork=True, budget=200),
+    Circumstances(drafts=7, fork=True, caching=True, preempt="swap", block_size=32, depth=2),
+    Circumstances(drafts=7, budget=200, threads=(2, 1, 3)),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize("around", CIRCUMSTANCES, ids=str)
+def test_the_same_bits_with_drafts(kind: str, around: Circumstances) -> None:
+    answers = [(*prompt, *output) for prompt, output in zip(prompts(), alone(kind).outputs, strict=True)]
+    run = record_native(
+        model(kind), prompts(), around, num_new=NUM_NEW, num_blocks=120, answers=[*answers, *answers]
+    )
+    assert not differences(run, alone(kind))
+    assert run.accepted > 5 and run.rejected > 5
+    assert bool(run.preempted) == bool(around.preempt)
+    assert bool(run.forked) == around.fork
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, int, float, tuple[int, ...]]] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+def answer(
+    compute: StepCompute,
+    texts: Sequence[Prompt],
+    samplings: Sequence[SamplingParams],
+    drafter: Drafter | None,
+    *,
+    width: int = 7,
+    depth: int = 0,
+) -> tuple[list[Answer], Counters]:
+    """What requests get, each with its own parameters, all at once."""
+    around = Circumstances(drafts=width if drafter is not None else 0, depth=depth, budget=400)
+    config = around.config(compute.spec, MAX_LEN, 400)
+    engine = build_engine(config, CPURunner(config, compute, drafter=drafter))
+    always_draft(engine)
+    answers: dict[RequestId, Answer] = {}
+    for text, sampling in zip(texts, samplings, strict=True):
+        answers.update((request, Answer()) for request in engine.add(text, sampling))
+    while engine.has_requests:
+        events = engine.step_overlapped() if depth else engine.step()
+        assert engine.last_error is None, engine.last_error
+        for entry in events.logprobs:
+            said = entry.logprobs
+            answers[entry.request].logprobs.append((said.position, said.token, said.logprob, said.top_tokens))
+        for batch in events.tokens:
+            for request, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                answers[RequestId(request)].tokens.append(token)
+        for finished in events.finished:
+            answers[finished.request].reason = finished.reason
+    return list(answers.values()), engine.scheduler.state.counters
+
+
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1.5),
+    SamplingParams(temperature=1.5, min_p=0.1, top_k=20),
+    SamplingParams(temperature=0.8, presence_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, logprobs=3),
+    SamplingParams(temperature=0.8, logprobs=0, n=3),
+    SamplingParams(temperature=1.0, logit_bias={5: 4.0, 9: -100.0}, min_tokens=6, stop_token_ids=(5,)),
+    SamplingParams(temperature=1.0, logit_bias={7: 6.0}, stop_token_ids=(7,)),
+    SamplingParams(temperature=0.8, allowed_token_ids=(3, 4, 5, 6)),
+]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_every_parameter_gives_the_same_tokens(depth: int) -> None:
+    samplings = [
+        replace(each, max_tokens=40, seed=number, ignore_eos=True) for number, each in enumerate(SAMPLINGS)
+    ]
+    rng = random.Random(2)
+    texts = [tuple(rng.randrange(3, 140) for _ in range(rng.randint(1, 30))) for _ in samplings]
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 400)
+    step = NativeStep(model("plain"), config, host_code(), 1)
+    try:
+        expected, _ = answer(step, texts, samplings, None)
+        begun = [text for text, each in zip(texts, samplings, strict=True) for _ in range(each.n)]
+        known = [(*text, *one.tokens) for text, one in zip(begun, expected, strict=True)]
+        found, counters = answer(step, texts, samplings, Oracle(known), depth=depth)
+    finally:
+        step.close()
+    assert found == expected
+    assert counters.accepted_tokens > 100 and counters.draft_tokens > counters.accepted_tokens + 50
+    assert {each.reason for each in expected} == {FinishReason.LENGTH, FinishReason.STOP}
+
+
+class FixedLogits:
+    """A model that finds every next token as likely as any other has found it."""
+
+    def __init__(self, logits: NDArray[np.float32], compute: StepCompute) -> None:
+        self.spec: ModelSpec = replace(compute.spec, vocab_size=len(logits))
+        self.kv = compute.kv
+        self._logits = logits
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.ones(len(batch.tokens), np.bool_)
+
+    def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.tile(self._logits, (len(tokens), 1))
+
+    def work(self) -> CPUWork:
+        return CPUWork()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_drafted_draws_follow_the_softmax(top_p: float) -> None:
+    """Chi-square of 100,000 draws from 16 tokens; drafts are always the likeliest token."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 1.2, 16).astype(np.float32)
+    config = Circumstances().config(tiny_spec(), MAX_LEN, 400)
+    step = NativeStep(model("plain"), config, host_code(), 1)
+    fixed = FixedLogits(logits, step)
+    best = int(logits.argmax())
+    samplings = [
+        SamplingParams(temperature=1.0, top_p=top_p, max_tokens=350, seed=seed, ignore_eos=True)
+        for seed in range(286)
+    ]
+    try:
+        found, counters = answer(
+            fixed, [(1,)] * len(samplings), samplings, Oracle([(best,) * MAX_LEN], wrong=0.0), width=3
+        )
+    finally:
+        step.close()
+    drawn = np.bincount([token for each in found for token in each.tokens], minlength=16)
+    assert drawn.sum() == 286 * 350 and counters.draft_tokens > 1000
+    weights = np.exp(logits.astype(np.float64))
+    order = np.argsort(-weights)
+    share = np.cumsum(weights[order]) / weights.sum()
+    kept = order[: int(np.searchsorted(share, top_p)) + 1] if top_p < 1 else order
+    assert not drawn[np.setdiff1d(order, kept)].any()
+    expected = weights[kept] / weights[kept].sum() * drawn.sum()
+    chi_square = float(((drawn[kept] - expected) ** 2 / expected).sum())
+    freedom = len(kept) - 1
+    # Wilson and Hilferty: beyond 3.09 standard deviations with a chance of 0.001.
+    normal = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    assert normal < 3.09, f"chi-square {chi_square:.1f} of {freedom}"
+
+
+def test_drafts_are_of_no_use_to_padded_batches() -> None:
+    around = Circumstances(mode="static", drafts=3)
+    run = record_native(model("plain"), prompts(), around, num_new=NUM_NEW, num_blocks=120)
+    assert not differences(run, alone("plain")) and not run.accepted + run.rejected
