@@ -202,7 +202,8 @@ def load_model(
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
 
-    # Raises at once for a bad policy option.
+    # Raises at once for a bad option.
+    DraftConfig.read(model.speculative_config)
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -262,8 +263,8 @@ def _on_cpu(
     if not isinstance(backend, CPUBackend):
         backend = _torch_backend(model, checkpoint, (pulse, free), on_progress, backend)
     config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
-    drafts = DraftConfig.read(config.speculative_config)
-    if drafts is not None:
+    drafts = DraftConfig.read(model.speculative_config)
+    if drafts is not None and config.scheduler.mode == "continuous":
         fixed_s, token_s = backend.measure()
         drafts = replace(drafts, fixed_s=fixed_s, token_s=token_s)
         config = replace(config, scheduler=replace(config.scheduler, drafts=drafts))
@@ -442,6 +443,10 @@ def _on_gpu(
     from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
     from paceline.runner.sizing import block_seconds
 
+    if DraftConfig.read(model.speculative_config) is not None:
+        raise ConfigError(
+            "--speculative-config: drafts are verified by engines on a CPU; leave it out on a GPU"
+        )
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(
             "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have "

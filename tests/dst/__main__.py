@@ -21,6 +21,8 @@ REQUIRED = (
     "resume",
     "late finish",
     "place taken",
+    "draft taken",
+    "draft rejected",
 )
 
 

@@ -147,7 +147,7 @@ def draw_pace(rng: random.Random, config: EngineConfig) -> EngineConfig:
 
 def draw_drafts(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines verify drafts."""
-    if rng.random() < 0.6 or config.scheduler.mode != "continuous":
+    if rng.random() < 0.7 or config.scheduler.mode != "continuous":
         return config
     drafts = DraftConfig(width=rng.choice((1, 3, 3, 7)))
     return replace(config, scheduler=replace(config.scheduler, drafts=drafts))

@@ -430,6 +430,13 @@ class ModelConfig(CheckedOptions):
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )
+    speculative_config: str = option(
+        "off",
+        "drafts to verify beside each token, on a CPU: off, ngram, or a JSON object with method and "
+        "num_speculative_tokens",
+        panel="Step timing",
+        metavar="METHOD|JSON",
+    )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 
@@ -442,12 +449,6 @@ class EngineConfig(CheckedOptions):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(
         1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8, panel="Step timing"
-    )
-    speculative_config: str = option(
-        "off",
-        "drafts to verify in a step: off, ngram, or a JSON object with method and num_speculative_tokens",
-        panel="Step timing",
-        metavar="METHOD|JSON",
     )
     check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0, panel=None)
     decision_ring: int = option(

@@ -46,8 +46,8 @@ class Counters:
     decode_context: int = 0  # as of `StepWork`, summed over steps
     context_products: int = 0  # of decoding rows and of prompts
     logit_rows: int = 0
-    drafted_steps: int = 0  # in which drafts were verified
-    draft_tokens: int = 0  # drafts verified
+    drafts: int = 0  # rows of steps that had guessed tokens verified
+    draft_tokens: int = 0  # guessed tokens verified
     accepted_tokens: int = 0  # of these, right and delivered
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
 

@@ -38,8 +38,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
-        """Drafts of the decoding rows `at`, within what the plan allows: tokens [rows, width], and how many each row has.
-        None: no row has any."""
+        """Drafts of the decoding rows `at` as tokens [rows, width], and how many each row has; no more than the plan
+        allows. None: no row has any."""
         ...
 
     def observe(self, rows: DeviceRows, at: Index, count: Index, verified: Index) -> None:

@@ -27,6 +27,7 @@ PRIOR = 4.0  # drafts that the first trust counts for
 KEPT = 0.98  # of what is known of a kind, when 16 more of it have been compared
 MOVED = 0.02  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
+LATELY = 0.1  # weight of the last step in how many drafts are right
 LINE_KEPT = 0.97  # of what is known of step times, with each step
 LINE_PRIOR = 8.0  # steps that the line of the start counts for
 
@@ -42,13 +43,13 @@ class DraftBudget:
         self._equal: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
         self._trust: F32 = np.full(DRAFT_KINDS, FIRST_TRUST, np.float32)
         self._told: F32 = NO_TRUST
-        self._more = 0.0  # drafts per row that were right, in the last steps
+        self.right = 0.0  # drafts per row and step that were right, lately
 
     def choose(self, rows: int, left: int) -> tuple[int, int]:
         """Most drafts of a row and of all rows, where so many rows decode and so many tokens are left."""
         fixed_s, token_s = self._line.values()
         seconds = fixed_s + token_s * rows
-        rate = rows * (1.0 + self._more) / seconds if seconds > 0.0 else 0.0
+        rate = rows * (1.0 + self.right) / seconds if seconds > 0.0 else 0.0
         self.floor = min(MARGIN * rate * token_s, 1.0)
         tokens = min(left, rows * self.width)
         if tokens < 1 or self.floor >= 1.0:
@@ -75,7 +76,7 @@ class DraftBudget:
             self._line.learn(work.decode_rows + verified, times.end_s - times.start_s)
         if work.decode_rows and not work.prefill_tokens:
             right = max(0.0, float(result.count.sum()) / work.decode_rows - 1.0)
-            self._more += 0.1 * (right - self._more)
+            self.right += LATELY * (right - self.right)
         if result.drafts is None:
             return
         compared, equal = result.drafts

@@ -37,7 +37,7 @@ class StepProjection:
         endings: Iterable[tuple[float, float]],
         free_rows: int,
         free_blocks: float,
-        block_size: int,
+        block_size: float,
     ) -> None:
         """`endings`: of each decoding row, in how many steps it ends and how many blocks it holds then."""
         self.seconds = 0.0
@@ -148,8 +148,8 @@ class Forecaster:
         projection.admit(state.kv.blocks_for(own))
         projection.read(own)
         first_s = under_way_s + projection.first_token_s()
-        alone_s, between_s = _reading_s(own, 0, cost, budget), cost(1, 0)
-        beside_s = max(self._between_s, between_s) if projection.decoding else between_s
+        alone_s, between_s = _reading_s(own, 0, cost, budget), cost(1, 0) / self._each
+        beside_s = max(self._between_s / self._each, between_s) if projection.decoding else between_s
         return Forecast(
             first_token_s=first_s,
             finish_s=first_s + (output - 1.0) * beside_s,
@@ -170,9 +170,14 @@ class Forecaster:
         if not self._speed.is_known or not len(live):
             return None
         left = self._left(live)
-        return float(left.min()) * max(self._between_s, self._speed.seconds(len(live), 0))
+        return float(left.min()) / self._each * max(self._between_s, self._speed.seconds(len(live), 0))
 
     # -- the state as numbers ------------------------------------------------------------------------------
+
+    @property
+    def _each(self) -> float:
+        """Tokens of a decoding row in a step: one, and those of its drafts that are right."""
+        return 1.0 if self._state.drafts is None else 1.0 + self._state.drafts.right
 
     def _under_way_s(self) -> float:
         """Until the steps that were submitted are done; the first of them has been running for a while."""
@@ -206,15 +211,15 @@ class Forecaster:
         projection = StepProjection(
             cost,
             budget,
-            endings=zip(left[~reading].tolist(), at_end[~reading].tolist(), strict=True),
+            endings=zip((left[~reading] / self._each).tolist(), at_end[~reading].tolist(), strict=True),
             free_rows=state.most_rows - len(live),
             free_blocks=kv.free_for(),
-            block_size=kv.block_size,
+            block_size=kv.block_size / self._each,
         )
         tokens = (rows.num_known - rows.scheduled)[live]
         for index in np.flatnonzero(reading).tolist():
             projection.read(int(tokens[index]))
-            projection.decode(float(left[index]), float(held[index]))
+            projection.decode(float(left[index]) / self._each, float(held[index]))
         return projection
 
     def _admit_ahead(self, projection: StepProjection, view: RequestView, ahead: Ints) -> None:
@@ -233,7 +238,7 @@ class Forecaster:
             blocks = self._state.kv.blocks_for(count)
             projection.admit(blocks)
             projection.read(count)
-            projection.decode(output, blocks)
+            projection.decode(output / self._each, blocks)
         behind = len(ahead) - len(walked)
         projection.seconds += (projection.seconds - before_s) * behind / len(walked)
 

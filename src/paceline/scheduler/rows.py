@@ -19,7 +19,12 @@ are always in this order (invariant S9):
     decoding:   scheduled >= num_known    each plan schedules one token; with steps in flight `scheduled` runs ahead of
                                           num_tokens, and results bring computed and num_tokens after it
 
-Decision: docs/decisions/0001-rows-as-columns.md.
+With drafts a plan schedules a token and the drafts behind it; its result brings `scheduled` back to what is possible:
+
+    plan:    scheduled = min(scheduled + width + 1, max_len - 1)
+    result:  computed += tokens that were right;  scheduled = min(computed + what is under way, max_len - 1)
+
+Decisions: docs/decisions/0001-rows-as-columns.md, docs/decisions/0036-drafts.md.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _verified(
     rows.computed[at[decoding]] += result.count[decoding]
     if len(result.verified):
         counters, drafted = state.counters, decoding & (result.verified > 0)
-        counters.drafted_steps += 1
+        counters.drafts += int(np.count_nonzero(result.verified))
         counters.draft_tokens += int(result.verified.sum())
         counters.accepted_tokens += int((result.count[drafted] - 1).sum())
     bound = rows.computed[:high].copy()

@@ -202,6 +202,26 @@ def the_host_sees_each_token_it_must(context: CheckContext) -> str | None:
     return None
 
 
+@invariant("S9d")
+def what_is_scheduled_is_what_is_under_way(context: CheckContext) -> str | None:
+    """With drafts a row may advance by several tokens in a step: as many as steps under way allow, and no more."""
+    state = context.scheduler.state
+    if state.drafts is None:
+        return None
+    rows = state.rows
+    bound = rows.computed[: rows.high].copy()
+    for flight in state.flights:
+        bound[: len(flight.mask)] += flight.mask * (flight.width + 1)
+        for row, generation, count in flight.spans:
+            bound[row] += count if rows.generation[row] == generation else 0
+    np.minimum(bound, rows.max_len[: rows.high] - 1, out=bound)
+    wrong = (rows.scheduled[: rows.high] != bound) & rows.live[: rows.high]
+    if np.count_nonzero(wrong):
+        row = int(wrong.argmax())
+        return f"row {row}: {rows.scheduled[row]} tokens are scheduled, at most {bound[row]} can be computed"
+    return None
+
+
 @invariant("S28", moment=CHANGES)
 def times_are_in_order(context: CheckContext) -> str | None:
     now_s = context.scheduler.state.now_s

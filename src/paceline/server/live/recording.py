@@ -209,7 +209,9 @@ class _Latencies:
         is_first = events.index == 0
         first = events.requests[is_first]
         self._count("ttft", events.time_s - self._arrival_s[first])
-        self._count("itl", events.time_s - self._last_s[events.requests[~is_first]])
+        gaps = events.time_s - self._last_s[events.requests]
+        gaps[1:][events.requests[1:] == events.requests[:-1]] = 0.0  # a draft comes with the token before it
+        self._count("itl", gaps[~is_first])
         self._last_s[events.requests] = events.time_s
         self._requests.generation_tokens += len(events.requests)
         there = first[self._uncounted[first] != NOT_KNOWN]

@@ -282,6 +282,13 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "num_preemptions", "Preemptions of running requests.", stats.counters.preempted
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "spec_decode_num_drafts", "Times a request had drafts verified in a step.", stats.counters.drafts
+    yield "spec_decode_num_draft_tokens", "Drafts verified.", stats.counters.draft_tokens
+    yield (
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were right and delivered.",
+        stats.counters.accepted_tokens,
+    )
     yield "engine_steps", "Steps made.", stats.steps
     yield "engine_busy_seconds", "Time inside steps.", stats.busy_s
     yield "engine_cpu_seconds", "Processor time of the engine's process.", stats.cpu_s

@@ -1,0 +1,243 @@
+"""Drafts from the row's own tokens, and what is learnt of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, SchedulerConfig
+from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
+from paceline.core.sampling import SamplingParams
+from paceline.errors import ConfigError
+from paceline.runner.device_rows import DeviceRows
+from paceline.runner.drafts import NgramDrafter
+from paceline.scheduler.draft_budget import DraftBudget, StepLine
+
+CONFIG = EngineConfig(
+    kv=KVConfig(num_blocks=64), scheduler=SchedulerConfig(max_num_seqs=4, max_model_len=200), depth=0
+)
+SURE = np.full(32, 0.9, np.float32)
+
+
+class Texts:
+    """Rows with tokens, and a drafter that sees them grow."""
+
+    def __init__(self, *texts: list[int]) -> None:
+        self.rows = DeviceRows(CONFIG)
+        self.drafter = NgramDrafter(len(self.rows.limit))
+        for row, text in enumerate(texts):
+            self.join(row, text)
+
+    def join(self, row: int, text: list[int], limit: int = 200) -> None:
+        joins = RowJoins(
+            row=i32([row]),
+            generation=i32([1]),
+            num_prompt=i32([len(text)]),
+            num_tokens=i32([len(text)]),
+            num_computed=i32([0]),
+            limit=i32([limit]),
+            pad=i32([0]),
+            model=i32([0]),
+            adapter=i32([0]),
+            sampling=(SamplingParams(),),
+            tokens=(np.array(text, np.int32),),
+        )
+        self.rows.apply(StepPlan(seq=1, joins=joins))
+        self.drafter.join(self.rows, row)
+
+    def say(self, row: int, *tokens: int, verified: int = 0) -> None:
+        """A row gets tokens in one step."""
+        start = int(self.rows.num_tokens[row])
+        self.rows.tokens[row, start : start + len(tokens)] = tokens
+        self.rows.num_tokens[row] += len(tokens)
+        self.drafter.observe(self.rows, np.array([row]), np.array([len(tokens)]), np.array([verified]))
+
+    def drafts(
+        self,
+        *rows: int,
+        width: int = 4,
+        tokens: int = 100,
+        floor: float = 0.1,
+        trust: np.ndarray | None = None,
+    ) -> list[list[int]]:
+        plan = StepPlan(
+            seq=2,
+            draft_width=width,
+            draft_tokens=tokens,
+            draft_floor=floor,
+            trust=SURE if trust is None else trust,
+        )
+        made = self.drafter.propose(self.rows, plan, np.array(rows))
+        if made is None:
+            return [[] for _ in rows]
+        return [row[:count].tolist() for row, count in zip(made[0], made[1].tolist(), strict=True)]
+
+
+def test_a_text_goes_on_as_it_did_before() -> None:
+    texts = Texts([1, 2, 3, 4, 5, 6, 7, 8, 20, 21])
+    texts.say(0, 3)
+    assert texts.drafts(0) == [[]]  # one token alone says too little
+    texts.say(0, 4)
+    assert texts.drafts(0) == [[5, 6, 7, 8]]
+    texts.say(0, 5, 6, verified=4)
+    assert texts.drafts(0) == [[7, 8, 20, 21]]
+
+
+def test_the_longest_match_counts_and_then_the_latest() -> None:
+    texts = Texts([9, 1, 2, 3, 50, 8, 2, 3, 60, 7, 2, 3, 70, 9, 1])
+    texts.say(0, 2)
+    texts.say(0, 3)
+    assert texts.drafts(0, width=1) == [[50]]  # 1, 2, 3
+    texts.say(0, 61)
+    texts.say(0, 2)
+    texts.say(0, 3)
+    assert texts.drafts(0, width=1) == [[61]]  # 2, 3, and no longer match
+
+
+def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
+    texts = Texts([5, 6, 7, 5, 6])
+    texts.say(0, 7)
+    assert texts.drafts(0, width=7) == [[5, 6, 7, 5, 6, 7, 5]]
+    texts = Texts([4, 4, 4])
+    texts.say(0, 4)
+    assert texts.drafts(0, width=3) == [[4, 4, 4]]
+
+
+def test_no_row_learns_from_another_and_none_from_its_rows_last_owner() -> None:
+    texts = Texts([1, 2, 3, 4, 5, 6], [8, 9, 1])
+    texts.say(1, 2)
+    texts.say(1, 3)
+    assert texts.drafts(1) == [[]]
+    texts.join(0, [8, 9, 1])
+    texts.say(0, 2)
+    texts.say(0, 3)
+    assert texts.drafts(0) == [[]]
+
+
+def test_the_likeliest_are_taken_within_the_budget_and_above_the_floor() -> None:
+    texts = Texts([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [1, 2, 9, 9, 9, 9, 9, 1])
+    texts.say(0, 5)
+    texts.say(1, 2)
+    trust = np.zeros(32, np.float32)
+    trust[:3], trust[6:9] = 0.9, 0.5  # matches of five tokens, of two
+    assert texts.drafts(0, 1, trust=trust) == [[6, 7, 1, 2], [9, 9, 9]]
+    assert texts.drafts(0, 1, trust=trust, floor=0.6) == [[6, 7, 1, 2], []]
+    assert texts.drafts(0, 1, trust=trust, tokens=5) == [[6, 7, 1, 2], [9]]
+    assert texts.drafts(0, 1, trust=trust, tokens=3) == [[6, 7, 1], []]
+    assert texts.drafts(0, 1, trust=trust, floor=1.0) == [[], []]
+
+
+def test_no_draft_goes_beyond_the_limit_of_its_row() -> None:
+    texts = Texts()
+    texts.join(0, [1, 2, 3, 4, 5, 1], limit=10)
+    texts.say(0, 2)
+    assert texts.drafts(0) == [[3, 4]]  # the token that is drawn behind them is the tenth
+    texts.rows.ended[0] = True
+    assert texts.drafts(0) == [[]]
+
+
+def test_drafts_are_compared_whether_they_are_verified_or_not() -> None:
+    texts = Texts([1, 2, 3, 4, 5, 6, 1])
+    texts.say(0, 2)
+    assert texts.drafter.take_tally() is None
+    texts.say(0, 3)  # as guessed, and not verified
+    texts.say(0, 4, 5, 6, 9, verified=4)  # of four, three were right
+    tally = texts.drafter.take_tally()
+    assert tally is not None and (tally.compared.sum(), tally.equal.sum()) == (5, 4)
+    assert texts.drafter.take_tally() is None
+
+
+# -- how many ----------------------------------------------------------------------------------------------
+
+
+def result(
+    rows: int, verified: int, count: int, seconds: float, tally: DraftTally | None = None
+) -> StepResult:
+    return StepResult(
+        seq=1,
+        rows=i32(range(rows)),
+        generation=EMPTY,
+        tokens=np.zeros((rows, 8), np.int32),
+        count=i32([count] * rows),
+        finished=np.zeros(rows, np.uint8),
+        finite=np.ones(rows, np.bool_),
+        times=StepTimes(start_s=0.0, end_s=seconds),
+        verified=i32([verified] * rows),
+        drafts=tally,
+    )
+
+
+def test_the_floor_is_what_a_token_more_costs_at_the_present_rate() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    assert budget.choose(1, 100) == (7, 7)
+    assert budget.floor == pytest.approx(1.05 * 2 / 8)
+    assert budget.choose(8, 100) == (7, 56) and budget.floor == pytest.approx(1.05 * 16 / 22)
+    assert budget.choose(8, 5) == (7, 5)
+    assert budget.choose(1000, 5000) == (0, 0)  # a token more costs as much as one of those
+
+
+def test_where_drafts_are_right_others_are_less_worth() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    for _ in range(100):
+        budget.learn(StepWork(decode_rows=1), result(1, 0, 2, 0.0))
+    budget.choose(1, 100)
+    assert budget.floor == pytest.approx(2 * 1.05 * 2 / 8, rel=1e-3)
+
+
+def test_trust_follows_what_is_seen_and_is_told_when_it_has_moved() -> None:
+    budget = DraftBudget(DraftConfig(), 7)
+    plan = StepPlan(seq=1)
+    assert (budget.stamp(plan, 7, 7).trust == 0.5).all()
+    assert not len(budget.stamp(plan, 7, 7).trust)
+    tally = DraftTally(i32([10] + [0] * 31), i32([9] + [0] * 31))
+    for _ in range(20):
+        budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
+    told = budget.stamp(plan, 7, 7).trust
+    assert told[0] == pytest.approx(0.9, abs=0.03) and (told[1:] == 0.5).all()
+    tally = DraftTally(i32([10] + [0] * 31), i32([0] * 32))
+    for _ in range(200):
+        budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
+    assert budget.stamp(plan, 7, 7).trust[0] < 0.05
+
+
+def test_the_line_of_step_times() -> None:
+    line = StepLine(6e-3, 2e-3)
+    assert line.values() == (6e-3, 2e-3)
+    for _ in range(50):  # twice as slow, and always the same size
+        line.learn(1, 16e-3)
+    fixed_s, token_s = line.values()
+    assert (fixed_s, token_s) == pytest.approx((12e-3, 4e-3))
+    for number in range(400):  # sizes differ: what is seen counts
+        line.learn(1 + number % 8, 5e-3 + 3e-3 * (1 + number % 8))
+    assert line.values() == pytest.approx((5e-3, 3e-3), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", None),
+        ("ngram", DraftConfig()),
+        ('{"method": "ngram", "num_speculative_tokens": 3}', DraftConfig(width=3)),
+        ('{"num_speculative_tokens": 0}', None),
+    ],
+)
+def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
+    assert DraftConfig.read(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eagle", "method 'eagle' is not off, ngram"),
+        ("", "method '' is not off, ngram"),
+        ("{", "is not JSON"),
+        ('{"method": "ngram", "model": "x"}', "model is not known"),
+        ('{"num_speculative_tokens": 16}', "must be 0 to 15, not 16"),
+        ('{"num_speculative_tokens": true}', "must be 0 to 15, not True"),
+        ('{"method": ["ngram"]}', "method ['ngram'] is not"),
+    ],
+)
+def test_what_it_cannot_say(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match="--speculative-config") as caught:
+        DraftConfig.read(text)
+    assert says in str(caught.value)
