@@ -109,7 +109,7 @@ class CPURunner:
         self._rows = DeviceRows(config)
         self._drafter = drafter
         if drafter is None and config.scheduler.drafts is not None:
-            self._drafter = NgramDrafter(len(self._rows.limit))
+            self._drafter = NgramDrafter()
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step

@@ -24,7 +24,7 @@ class Texts:
 
     def __init__(self, *texts: list[int]) -> None:
         self.rows = DeviceRows(CONFIG)
-        self.drafter = NgramDrafter(len(self.rows.limit))
+        self.drafter = NgramDrafter()
         for row, text in enumerate(texts):
             self.join(row, text)
 
@@ -119,7 +119,7 @@ def test_the_likeliest_are_taken_within_the_budget_and_above_the_floor() -> None
     texts.say(0, 5)
     texts.say(1, 2)
     trust = np.zeros(32, np.float32)
-    trust[:3], trust[6:9] = 0.9, 0.5  # matches of five tokens, of two
+    trust[9:12], trust[:3] = 0.9, 0.5  # matches of five tokens, of two
     assert texts.drafts(0, 1, trust=trust) == [[6, 7, 1, 2], [9, 9, 9]]
     assert texts.drafts(0, 1, trust=trust, floor=0.6) == [[6, 7, 1, 2], []]
     assert texts.drafts(0, 1, trust=trust, tokens=5) == [[6, 7, 1, 2], [9]]
