@@ -22,6 +22,7 @@ from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.drafts import Counts
 from paceline.runner.machine_load import FreeCores, MachineLoad
 
 Prompt = tuple[int, ...]
@@ -192,7 +193,7 @@ class Oracle:
             left -= len(drafts)
         return tokens, count
 
-    def observe(self, rows: DeviceRows, at: Index, count: Index, verified: Index) -> None: ...
+    def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None: ...
 
     def take_tally(self) -> DraftTally | None:
         return None

@@ -35,10 +35,18 @@ FIRST, LAST = ("soak", "browser", "mutants", "torch", "native"), "pure"
 PARITY = re.compile(r"tests/torch/test_parity_engine\.py::\w+\[(?:native )?([\w-]+?)(?:-torch|-native)?[:\]]")
 
 
+# Minutes each, and share nothing with the tests of their file.
+ALONE = (
+    "test_many_random_steps_find_nothing",
+    "test_many_steps_that_yield_keep_their_bits",
+    "test_the_parity_tests_touch_nothing_else",
+)
+
+
 def group_of(nodeid: str) -> str:
     """Tests of one group run on one worker, in order. They share a server, a model or a browser."""
-    file, _, _ = nodeid.partition("::")
-    if file.startswith("tests/mutants/"):
+    file, _, name = nodeid.partition("::")
+    if file.startswith("tests/mutants/") or name in ALONE:
         return nodeid
     if file.startswith("tests/browser/"):
         return "browser"

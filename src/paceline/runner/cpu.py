@@ -161,8 +161,9 @@ class CPURunner:
         drafts = self._drafts(plan)
         batch = make_batch(rows, plan, self._kv.block_size, drafts)
         at = batch.rows
-        verified: Index = np.zeros(len(at), np.int64)
+        verified: Index | None = None
         if drafts is not None:
+            verified = np.zeros(len(at), np.int64)
             verified[: len(drafts[1])] = drafts[1]
         due = self._due(batch)
         places = _Places.of(batch, due, verified)
@@ -171,11 +172,13 @@ class CPURunner:
         drawn = self._sample(batch, places, finite, good, settled, plan.draft_width)
         logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
-        if drafts is not None:  # of drafts, those that were right
+        if verified is not None:  # of drafts, those that were right
             rows.computed[at] -= np.where(batch.masked, 0, verified - np.maximum(drawn.count - 1, 0))
         tally = None
         if self._drafter is not None and len(due):
-            self._drafter.observe(rows, at[due], drawn.count[due].astype(np.int64), verified[due])
+            self._drafter.observe(
+                rows, at[due], drawn.count[due], None if verified is None else verified[due]
+            )
             tally = self._drafter.take_tally()
         return StepResult(
             seq=plan.seq,
@@ -188,7 +191,7 @@ class CPURunner:
             copies_done=tickets,
             logprobs=logprobs,
             times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
-            verified=EMPTY if drafts is None else verified.astype(np.int32),
+            verified=EMPTY if verified is None else verified.astype(np.int32),
             drafts=tally,
         )
 
@@ -243,7 +246,7 @@ class CPURunner:
             is_due &= ~np.isin(at, list(self._broken))
         return np.flatnonzero(is_due)
 
-    def _finite_rows(self, batch: FlatBatch, good: Bool, verified: Index) -> Bool:
+    def _finite_rows(self, batch: FlatBatch, good: Bool, verified: Index | None) -> Bool:
         """Which rows have usable numbers; what the others stored is wiped at once. A draft is not counted: it ends
         where its numbers do."""
         finite = np.ones(len(batch.rows), np.bool_)
@@ -251,7 +254,7 @@ class CPURunner:
             finite[np.isin(batch.rows, list(self._broken))] = False
         if good.all():
             return finite | batch.masked
-        if verified.any():
+        if verified is not None:
             last = batch.last
             is_draft = np.zeros(len(good), np.bool_)
             owner = batch.row_of[: int(batch.count.sum())]
@@ -281,32 +284,29 @@ class CPURunner:
         drawn = _Drawn.none(len(at), width)
         if not len(places.token):
             return drawn
-        logits = self._compute.logits(places.token)
-        here = np.flatnonzero(places.depth == 0)  # places that are drawn now, a row each
+        logits, drafts = self._compute.logits(places.token), places.has_next
+        here = places.firsts  # that are drawn now, a row each
         while len(here):
             row = places.row[here]
             sampled = at[row]
             position = rows.num_tokens[sampled]
-            guess = rows.tokens[sampled, position]
-            one = self._sampler.sample(
-                logits if len(here) == len(logits) else logits[here],
-                sampled,
-                position,
-                None if settled is None else settled.of(here),
-            )
+            own = None if settled is None else settled.of(here)
+            one = self._sampler.sample(logits, sampled, position, own, here)
             known = (one.tokens >= 0) & (one.tokens < self._compute.spec.vocab_size)
             finite[row] &= one.finite & known  # an unknown token must not reach the next step, or a client
             token = np.where(known, one.tokens, 0)
+            is_guessed = None if drafts is None else token == rows.tokens[sampled, position]
             rows.tokens[sampled, position] = token
-            rows.num_tokens[sampled] += 1
+            rows.num_tokens[sampled] = position + 1
             drawn.tokens[row, drawn.count[row]] = token
             drawn.count[row] += 1
-            at_length = rows.num_tokens[sampled] >= rows.limit[sampled]
+            at_length = position + 1 >= rows.limit[sampled]
             drawn.finished[row] = np.where(one.stopped, STOPPED, np.where(at_length, AT_LENGTH, RUNNING_ON))
-            rows.ended[sampled] = one.stopped | at_length
+            rows.ended[sampled] = ended = one.stopped | at_length
             drawn.logprobs += one.logprobs
-            goes_on = (token == guess) & finite[row] & ~rows.ended[sampled] & places.has_next[here]
-            here = here[goes_on] + 1
+            if is_guessed is None or drafts is None:
+                break
+            here = here[is_guessed & finite[row] & ~ended & drafts[here]] + 1
             here = here[good[places.token[here]]]
         return drawn
 
@@ -342,18 +342,19 @@ class _Places:
 
     token: Index  # index into the batch's tokens
     row: Index  # index into the batch's rows
-    depth: Index  # drafts of the row up to it
-    has_next: Bool  # a draft follows
+    firsts: Index  # the first place of each row
+    depth: Index | int  # drafts of the row up to it
+    has_next: Bool | None  # a draft follows; None: nowhere
 
     @classmethod
-    def of(cls, batch: FlatBatch, due: Index, verified: Index) -> _Places:
-        last, more = batch.last[due], verified[due]
-        if not more.any():
-            depth = np.zeros(len(due), np.int64)
-            return cls(last, due, depth, depth > 0)
-        row = np.repeat(due, more + 1)
-        depth = np.arange(len(row)) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
-        return cls(batch.last[row] - verified[row] + depth, row, depth, depth < verified[row])
+    def of(cls, batch: FlatBatch, due: Index, verified: Index | None) -> _Places:
+        if verified is None:
+            return cls(batch.last[due], due, np.arange(len(due)), 0, None)
+        sizes = verified[due] + 1
+        firsts: Index = np.cumsum(sizes) - sizes
+        row = np.repeat(due, sizes)
+        depth = np.arange(len(row)) - np.repeat(firsts, sizes)
+        return cls(batch.last[row] - verified[row] + depth, row, firsts, depth, depth < verified[row])
 
 
 @dataclass(slots=True, eq=False)

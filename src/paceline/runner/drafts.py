@@ -20,6 +20,7 @@ from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan
 from paceline.runner.device_rows import DeviceRows
 
 Index = NDArray[np.int64]
+Counts = NDArray[np.int32] | NDArray[np.int64]
 
 LONGEST = 7  # tokens that are compared to tell how long a match is
 MISSED, PARTLY, WHOLLY = 0, 1, 2  # how a row's last draft fared
@@ -40,8 +41,8 @@ class Drafter(Protocol):
         allows. None: no row has any."""
         ...
 
-    def observe(self, rows: DeviceRows, at: Index, count: Index, verified: Index) -> None:
-        """The rows `at` have got `count` tokens each, and so many drafts of each were verified."""
+    def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None:
+        """The rows `at` have got `count` tokens each, and so many drafts of each were verified; None: none."""
         ...
 
     def take_tally(self) -> DraftTally | None:
@@ -116,12 +117,12 @@ class NgramDrafter:
         if not plan.draft_width:
             return None
         depths = self._depths(plan)
-        room = np.where(rows.ended[at], 0, rows.limit[at] - rows.num_tokens[at] - 1).tolist()
         texts = [self._texts[row] for row in at.tolist()]
-        counts = [
-            min(depths[text.kind], most) if text.kind >= 0 else 0
-            for text, most in zip(texts, room, strict=True)
-        ]
+        counts = [depths[text.kind] if text.kind >= 0 else 0 for text in texts]
+        if not any(counts):
+            return None
+        room = np.where(rows.ended[at], 0, rows.limit[at] - rows.num_tokens[at] - 1).tolist()
+        counts = [min(count, most) for count, most in zip(counts, room, strict=True)]
         if sum(counts) > plan.draft_tokens:
             counts = self._likeliest(texts, counts, plan.draft_tokens)
         if not any(counts):
@@ -152,14 +153,15 @@ class NgramDrafter:
             kept[number] += 1
         return kept
 
-    def observe(self, rows: DeviceRows, at: Index, count: Index, verified: Index) -> None:
-        ends = rows.num_tokens[at].tolist()
-        for row, end, number, drafts in zip(
-            at.tolist(), ends, count.tolist(), verified.tolist(), strict=True
-        ):
-            text = self._texts[row]
-            new = rows.tokens[row, end - number : end].tolist()
-            text.add(new, self._fate(text, new, drafts))
+    def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None:
+        ends, counts = rows.num_tokens[at], count.tolist()
+        last = rows.tokens[at, ends - 1].tolist()
+        drafts = [0] * len(last) if verified is None else verified.tolist()
+        for number, row in enumerate(at.tolist()):
+            text, new = self._texts[row], [last[number]]
+            if counts[number] != 1:
+                new = rows.tokens[row, ends[number] - counts[number] : ends[number]].tolist()
+            text.add(new, self._fate(text, new, drafts[number]))
 
     def _fate(self, text: RowText, new: list[int], drafts: int) -> int:
         """Count drafts that were verified; of the others the first, which is compared with the token that came."""

@@ -6,17 +6,16 @@ up to it are right. It pays where the chance of that is above
     tokens per second now  x  seconds of one token more
 
 which is a small number while few rows decode, and nearly 1 when many do. The chance of a draft is the product of the
-trust in the drafts up to it, learnt from how drafts of the same kind have fared; seconds are a line through what steps
-took. Both come with results, which the run log has, so that a replay decides the same. A step costs the same few
-operations however many rows there are; the runner, which has the tokens, makes the drafts and leaves out those below
-the floor.
+trust in the drafts up to it, learnt from how drafts of the same kind have fared; seconds are learnt from what steps of
+each size took. Both come with results, which the run log has, so that a replay decides the same. A step costs the
+same few operations however many rows there are; the runner, which has the tokens, makes the drafts and leaves out
+those below the floor.
 Decision: docs/decisions/0036-drafts.md.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, SchedulerConfig
 from paceline.core.plan import DRAFT_KINDS, F32, NO_TRUST, StepPlan, StepResult, StepWork
@@ -28,8 +27,8 @@ KEPT = 0.98  # of what is known of a kind, when 16 more of it have been compared
 MOVED = 0.02  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
-LINE_KEPT = 0.97  # of what is known of step times, with each step
-LINE_PRIOR = 8.0  # steps that the line of the start counts for
+LEVEL, FACTOR, NEW_FACTOR = 0.05, 0.1, 0.3  # weights of the last step in what is known of step times
+MOST_SURPRISE = 2.0
 
 
 class DraftBudget:
@@ -38,19 +37,19 @@ class DraftBudget:
     def __init__(self, config: DraftConfig, width: int) -> None:
         self.width = width
         self.floor = 0.0
-        self._line = StepLine(config.fixed_s, config.token_s)
-        self._compared: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
-        self._equal: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
+        self._seconds = StepSeconds(config.fixed_s, config.token_s)
+        self._drafted = 1.0  # drafts of a step that has any, lately
+        self._compared, self._equal = [0.0] * DRAFT_KINDS, [0.0] * DRAFT_KINDS
         self._trust: F32 = np.full(DRAFT_KINDS, FIRST_TRUST, np.float32)
         self._told: F32 = NO_TRUST
         self.right = 0.0  # drafts per row and step that were right, lately
 
     def choose(self, rows: int, left: int) -> tuple[int, int]:
         """Most drafts of a row and of all rows, where so many rows decode and so many tokens are left."""
-        fixed_s, token_s = self._line.values()
-        seconds = fixed_s + token_s * rows
-        rate = rows * (1.0 + self.right) / seconds if seconds > 0.0 else 0.0
-        self.floor = min(MARGIN * rate * token_s, 1.0)
+        more = max(1, round(self._drafted))
+        plain, drafted = self._seconds(rows), self._seconds(rows + more)
+        rate = rows * (1.0 + self.right) / plain if plain > 0.0 else 0.0
+        self.floor = min(MARGIN * rate * max(drafted - plain, 0.0) / more, 1.0)
         tokens = min(left, rows * self.width)
         if tokens < 1 or self.floor >= 1.0:
             return 0, 0
@@ -67,52 +66,64 @@ class DraftBudget:
         """A step has run."""
         verified = int(result.verified.sum()) if len(result.verified) else 0
         times = result.times
-        if (
-            work.decode_rows
-            and not work.prefill_tokens
-            and not work.swap_blocks
-            and times.end_s > times.start_s
-        ):
-            self._line.learn(work.decode_rows + verified, times.end_s - times.start_s)
-        if work.decode_rows and not work.prefill_tokens:
+        if verified:
+            self._drafted += LATELY * (verified - self._drafted)
+        if work.decode_rows and not work.prefill_tokens and not work.swap_blocks:
+            if times.end_s > times.start_s:
+                self._seconds.learn(work.decode_rows + verified, times.end_s - times.start_s)
             right = max(0.0, float(result.count.sum()) / work.decode_rows - 1.0)
             self.right += LATELY * (right - self.right)
         if result.drafts is None:
             return
-        compared, equal = result.drafts
-        kept = KEPT ** (compared / 16.0)
-        self._compared = self._compared * kept + compared
-        self._equal = self._equal * kept + equal
-        trust = (self._equal + FIRST_TRUST * PRIOR) / (self._compared + PRIOR)
-        self._trust = trust.astype(np.float32)
+        compared, equal = result.drafts[0].tolist(), result.drafts[1].tolist()
+        for kind, number in enumerate(compared):
+            if number:
+                kept = KEPT ** (number / 16.0)
+                self._compared[kind] = seen = self._compared[kind] * kept + number
+                self._equal[kind] = right = self._equal[kind] * kept + equal[kind]
+                self._trust[kind] = (right + FIRST_TRUST * PRIOR) / (seen + PRIOR)
 
 
-class StepLine:
-    """Seconds of a step of decoding rows as a line over its tokens, through what the last steps took."""
+class StepSeconds:
+    """Seconds of a step of decoding rows by its tokens, in units that cancel where one is divided by another.
+
+    The line of the start gives what nothing is known of; what steps took gives each size a factor. A factor is kept
+    relative to the mean of the last steps of all sizes, so that longer contexts, or a slower machine, change no ratio.
+    Steps are not a line: kernels take rows in fours.
+    """
 
     def __init__(self, fixed_s: float, token_s: float) -> None:
-        self._start = (fixed_s, token_s)
-        self._ratio = 1.0
-        self._sums = np.zeros(5)  # of 1, tokens, tokens squared, seconds, seconds times tokens
+        self._fixed_s, self._token_s = fixed_s, token_s
+        self._level = 0.0  # of all sizes, lately
+        self._factors: dict[int, float] = {}
 
     def learn(self, tokens: int, seconds: float) -> None:
-        self._sums *= LINE_KEPT
-        self._sums += (1.0, tokens, tokens * tokens, seconds, seconds * tokens)
+        base_s = self._base(tokens)
+        if base_s <= 0.0:
+            return
+        seen, level = seconds / base_s, self._level
+        if not level:
+            self._level = level = seen
+        seen = min(seen, MOST_SURPRISE * level)  # a stall says nothing of the steps after it
+        factor = self._factor(tokens)
+        self._level += LEVEL * (seen / factor - level)
+        known = self._factors.get(tokens)
+        weight = FACTOR if known is not None else NEW_FACTOR
+        self._factors[tokens] = factor + weight * (seen / level - factor)
 
-    def values(self) -> tuple[float, float]:
-        """Seconds of a step, and of a token more; the slope of the start, where sizes of steps have not differed."""
-        number, tokens, squares, seconds, products = self._sums.tolist()
-        fixed_s, token_s = self._start
-        if number < 1.0:
-            return fixed_s, token_s
-        mean, mean_s = tokens / number, seconds / number
-        expected_s = fixed_s + token_s * mean
-        slope = token_s * (mean_s / expected_s) if expected_s > 0.0 else 0.0  # on a slower machine, steeper
-        spread = squares - tokens * mean
-        # The slope of the start counts for so many steps whose sizes lay a token apart.
-        slope = (products - seconds * mean + LINE_PRIOR * slope) / (spread + LINE_PRIOR)
-        slope = min(max(slope, 0.0), mean_s / mean)
-        return mean_s - slope * mean, slope
+    def __call__(self, tokens: int) -> float:
+        return self._base(tokens) * self._factor(tokens)
+
+    def _base(self, tokens: int) -> float:
+        return self._fixed_s + self._token_s * tokens
+
+    def _factor(self, tokens: int) -> float:
+        """Of this size, or of the next smaller one that is known."""
+        factors = self._factors
+        if tokens in factors:
+            return factors[tokens]
+        smaller = [size for size in factors if size < tokens]
+        return factors[max(smaller)] if smaller else 1.0
 
 
 def make_budget(config: SchedulerConfig, block_size: int, mode: Mode) -> DraftBudget | None:

@@ -11,7 +11,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
 from paceline.runner.device_rows import DeviceRows
 from paceline.runner.drafts import NgramDrafter
-from paceline.scheduler.draft_budget import DraftBudget, StepLine
+from paceline.scheduler.draft_budget import DraftBudget, StepSeconds
 
 CONFIG = EngineConfig(
     kv=KVConfig(num_blocks=64), scheduler=SchedulerConfig(max_num_seqs=4, max_model_len=200), depth=0
@@ -200,16 +200,28 @@ def test_trust_follows_what_is_seen_and_is_told_when_it_has_moved() -> None:
     assert budget.stamp(plan, 7, 7).trust[0] < 0.05
 
 
-def test_the_line_of_step_times() -> None:
-    line = StepLine(6e-3, 2e-3)
-    assert line.values() == (6e-3, 2e-3)
-    for _ in range(50):  # twice as slow, and always the same size
-        line.learn(1, 16e-3)
-    fixed_s, token_s = line.values()
-    assert (fixed_s, token_s) == pytest.approx((12e-3, 4e-3))
-    for number in range(400):  # sizes differ: what is seen counts
-        line.learn(1 + number % 8, 5e-3 + 3e-3 * (1 + number % 8))
-    assert line.values() == pytest.approx((5e-3, 3e-3), rel=0.05)
+def test_what_steps_take_is_learnt_by_their_size() -> None:
+    seconds = StepSeconds(6e-3, 2e-3)
+    assert seconds(4) / seconds(1) == pytest.approx(14 / 8)
+    for number in range(400):  # a fifth token costs much, a machine that is twice as slow nothing
+        tokens = 4 + number % 2
+        seconds.learn(tokens, (1.0 if number < 200 else 2.0) * (14e-3 if tokens == 4 else 20e-3))
+    assert seconds(5) / seconds(4) == pytest.approx(20 / 14, rel=0.03)
+    assert seconds(6) / seconds(5) == pytest.approx(18 / 16, rel=0.01)  # as the line has it
+    before = seconds(4)
+    seconds.learn(4, 10.0)  # a stall
+    assert seconds(4) == pytest.approx(before, rel=0.15)
+
+
+def test_a_size_that_costs_more_than_it_brings_is_left_out() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=1e-3), 7)
+    budget.choose(4, 100)
+    assert budget.floor == pytest.approx(1.05 * 0.4)
+    for number in range(200):
+        verified = number % 2
+        one = result(1, verified, 1, 10e-3 + 1.8e-3 * verified)
+        budget.learn(StepWork(decode_rows=4), one._replace(count=i32([1] * 4)))
+    assert budget.choose(4, 100)[0] == 7 and budget.floor == pytest.approx(1.05 * 4 * 0.18, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -297,22 +297,32 @@ class Sampler:
         )
         return self._last_wanted
 
-    def sample(self, logits: F32, rows: I64, positions: I64, settled: Settled | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: F32,
+        rows: I64,
+        positions: I64,
+        settled: Settled | None = None,
+        places: I64 | None = None,
+    ) -> Sampled:
         """The next token of each row; `positions[i]` is its index in the row's sequence.
 
-        `logits` is float32 of shape [len(rows), vocabulary] and may be changed. Rows that are `settled` keep the token
-        they have.
+        `logits` is float32 of shape [number, vocabulary] and may be changed; those of row i stand at `places[i]`, or
+        without places at i. Rows that are `settled` keep the token they have.
         """
-        assert logits.dtype == np.float32 and logits.shape == (len(rows), self._vocab_size)
+        assert logits.dtype == np.float32 and logits.shape[1:] == (self._vocab_size,)
         # Logits near the largest float overflow to infinities that mean what they say: a token far out of reach.
         with np.errstate(over="ignore"):
             if settled is None:
+                if places is not None and len(places) < len(logits):
+                    logits = logits[places]
                 return self._sample(logits, rows, positions)
             left = np.flatnonzero(~settled.is_settled)
             tokens, finite = settled.tokens.astype(np.int32), np.ones(len(rows), np.bool_)
             logprobs: tuple[RowLogprobs, ...] = ()
             if len(left):
-                others = self._sample(logits[left], rows[left], positions[left])
+                own = left if places is None else places[left]
+                others = self._sample(logits[own], rows[left], positions[left])
                 tokens[left], finite[left], logprobs = others.tokens, others.finite, others.logprobs
             return Sampled(
                 tokens=tokens, finite=finite, stopped=self._stopped(tokens, finite, rows), logprobs=logprobs
