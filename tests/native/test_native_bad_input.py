@@ -36,6 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--cpu-threads", "0"), ("--cpu-threads must be at least 1",)),
         (("--cpu-threads", "-3"), ("--cpu-threads must be at least 1",)),
         (("--cpu-threads", "two"), ("--cpu-threads",)),
+        (("--speculative-config", "eagle"), ("--speculative-config: method 'eagle' is not off, ngram",)),
+        (("--speculative-config", "{"), ("--speculative-config is not JSON",)),
         (
             ("--cpu-backend", "native", "--block-size", "8"),
             ("blocks of 8 tokens are not a multiple of 16", OTHER_WAY),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline import LLM
 from paceline.core.counters import Counters, CPUWork
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
@@ -21,6 +23,7 @@ from paceline.runner.drafts import Drafter
 from paceline.runner.native.step import NativeStep
 from tests.bits import Circumstances, Oracle, Prompt, always_draft, differences
 from tests.kernels import host_code
+from tests.model_folder import write_model
 from tests.native.runs import record_native
 from tests.native.test_native_engine import MAX_LEN, NUM_NEW, alone, model, prompts
 from tests.quantized_helpers import tiny_spec
@@ -182,3 +185,16 @@ def test_drafts_are_of_no_use_to_padded_batches() -> None:
     around = Circumstances(mode="static", drafts=3)
     run = record_native(model("plain"), prompts(), around, num_new=NUM_NEW, num_blocks=120)
     assert not differences(run, alone("plain")) and not run.accepted + run.rejected
+
+
+def test_a_model_is_asked_with_drafts(tmp_path: Path) -> None:
+    """Random weights soon repeat themselves, which n-grams find; the text is the same."""
+    folder = write_model(tmp_path)
+    sampling = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+    texts = []
+    for method in ("off", '{"method": "ngram", "num_speculative_tokens": 5}'):
+        with LLM(str(folder), load_format="dummy", num_blocks=64, speculative_config=method) as llm:
+            texts.append([output.outputs[0].token_ids for output in llm.generate(["a", "b c"], sampling)])
+            counters = llm._front.engine.scheduler.state.counters
+            assert bool(counters.accepted_tokens) == (method != "off")
+    assert texts[0] == texts[1]

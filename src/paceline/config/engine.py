@@ -434,7 +434,6 @@ class ModelConfig(CheckedOptions):
         "off",
         "drafts to verify beside each token, on a CPU: off, ngram, or a JSON object with method and "
         "num_speculative_tokens",
-        panel="Step timing",
         metavar="METHOD|JSON",
     )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")

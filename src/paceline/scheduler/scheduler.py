@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,11 +65,14 @@ class Scheduler:
         """Take in the result of the oldest plan under way."""
         self._input(inputs.Done(seq=result.seq))
         work = self.state.flights[0].work
+        if work.prefill_tokens and len(result.verified):  # drafts take as long as tokens of prompts
+            verified = int(result.verified.sum())
+            work = replace(work, prefill_tokens=work.prefill_tokens + verified)
         if self.composer.pace is not None:
             self.composer.pace.learn(work, result.times)
         self.state.sizes.learn(work, result.times, self.state.now_s)
         if self.state.drafts is not None:
-            self.state.drafts.learn(work, result)
+            self.state.drafts.learn(self.state.flights[0].work, result)
         apply_result(self.state, result)
         if self.state.dial.watches:
             steering.judge(self.state)

@@ -152,7 +152,10 @@ class Composer:
         state = self._state
         rows, kv, high = state.rows, state.kv, len(mask)
         assert state.drafts is not None
-        width, tokens = state.drafts.choose(draft.num_decoding, draft.left)
+        left = draft.left
+        if state.keeps_pace:  # no draft makes a step longer than rows want to wait for their next token
+            left = min(left, step_budget(state, self.pace, mask, []) - draft.num_decoding)
+        width, tokens = state.drafts.choose(draft.num_decoding, left)
         if not width:
             return
         scheduled = rows.scheduled[:high]
