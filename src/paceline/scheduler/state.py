@@ -262,6 +262,16 @@ class SchedulerState:
             unsure[: len(mask)] |= mask
         return unsure
 
+    def least_computed(self) -> NDArray[np.int64]:
+        """Tokens each row has computed at least when the steps under way are done: those without their drafts."""
+        rows = self.rows
+        least = rows.computed[: rows.high].copy()
+        for flight in self.flights:
+            least[: len(flight.mask)] += flight.mask
+            for row, generation, count in flight.spans:
+                least[row] += count if rows.generation[row] == generation else 0
+        return np.minimum(least, rows.max_len[: rows.high] - 1)
+
     # -- moves ---------------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:

@@ -401,7 +401,8 @@ class Writes:
         for place, plan in enumerate(self.plans):
             if plan.flight.first is not None:  # with drafts, where a row stands follows from steps under way
                 mine = (number == place) & self.decoding[place, rows]
-                self.start[mine] = plan.flight.first[rows[mine]]
+                # A row that may have all its tokens by then writes nothing.
+                self.start[mine] = np.minimum(plan.flight.first[rows[mine]], self.end[mine] - 1)
 
     def blocks_of(self, group: GroupFrames, block_size: int) -> tuple[Index, Index]:
         """The first and the last block of each write."""

@@ -140,9 +140,7 @@ class Composer:
         rows, high = self._state.rows, len(advancing)
         scheduled, last = rows.scheduled[:high], rows.max_len[:high] - 1
         unsure = self._state.unsure_rows()
-        draft.first = scheduled.copy()
-        if unsure is not None:
-            np.copyto(draft.first, rows.computed[:high], where=unsure)
+        draft.first = scheduled.copy() if unsure is None else self._state.least_computed()
         np.minimum(scheduled + advancing, last, out=scheduled, where=advancing)
         ended: Mask = (scheduled >= last) & advancing
         return ended if unsure is None else ended & ~unsure
