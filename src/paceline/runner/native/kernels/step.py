@@ -28,6 +28,7 @@ from paceline.runner.native.kernels.rowwise import (
     scale_row,
 )
 from paceline.runner.native.kernels.scalars import (
+    fetch_add,
     float_of_bits,
     get_float,
     get_int,
@@ -373,7 +374,9 @@ def _stay(thread, p):
         while peek(p + at.S_STEP) == seen:
             looks += 1
             if looks > IDLE_LOOKS:
-                poke(mine, 1)
+                # Added, not stored: a processor may look at the step before others see what it has stored. A step that
+                # begins just then would take this thread to be awake, and would wait for it for ever.
+                fetch_add(mine, 1)
                 if peek(p + at.S_STEP) == seen:
                     sleep_on(get_int(p + at.S_SEMAPHORES) + at.LINE * thread)
                 poke(mine, 0)
@@ -392,11 +395,11 @@ def enter(thread, p):
     if thread != 0:
         _stay(thread, p)
         return
-    # The number of threads is part of the step's number: one that is late reads both or neither.
-    poke(
-        p + at.S_STEP,
-        (peek(p + at.S_STEP) // at.MOST_THREADS + 1) * at.MOST_THREADS + get_int(p + at.S_THREADS),
-    )
+    # The number of threads is part of the step's number: one that is late reads both or neither. Added, not stored:
+    # the step has to be seen before it is asked who sleeps (`_stay`).
+    last = peek(p + at.S_STEP)
+    next_step = (last // at.MOST_THREADS + 1) * at.MOST_THREADS + get_int(p + at.S_THREADS)
+    fetch_add(p + at.S_STEP, next_step - last)
     for other in range(1, get_int(p + at.S_THREADS)):
         if peek(get_int(p + at.S_SLEEPING) + at.LINE * other):
             wake(get_int(p + at.S_SEMAPHORES) + at.LINE * other)
