@@ -175,6 +175,25 @@ def cpu_short() -> list[str]:
     return [_row(["tok/s by streams", *clients["paceline"]]), _rule(1 + len(pairs)), *rows]
 
 
+def drafts() -> list[str]:
+    """Speed with drafts over speed without, by kind of question and clients."""
+    rows = result("drafts_cpu")["drafts"]
+    clients = list(dict.fromkeys(row["clients"] for row in rows))
+    heads = [f"{n} {'client' if n == 1 else 'clients'}" for n in clients]
+    lines = [
+        _row(["questions", *heads, "tokens per step, 1 client", "drafts that were right"]),
+        _rule(3 + len(clients)),
+    ]
+    for category in dict.fromkeys(row["category"] for row in rows):
+        own = [row for row in rows if row["category"] == category]
+        cells = [f"{row['ratio']:.2f}" for row in own]
+        more = (
+            [f"{own[0]['tokens per step']:.2f}", f"{own[0]['right']:.0%}"] if "right" in own[0] else ["", ""]
+        )
+        lines.append(_row([category.replace("_", " "), *cells, *more]))
+    return lines
+
+
 def step_cost() -> list[str]:
     file = result("step_cost")
     lines = ["| rows | CPU mean us | CPU p99 us |", _rule(3)]
@@ -385,6 +404,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "cpu": cpu,
     "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
     "cpu-short": cpu_short,
+    "drafts": drafts,
     "step-cost": step_cost,
     "startup": startup,
     "policies": policies,
