@@ -38,11 +38,18 @@ class World:
     """An engine, its clients and its bad luck, all from one seed."""
 
     def __init__(
-        self, seed: int, make_recorder: Callable[[EngineConfig], StepRecorder] | None = None
+        self,
+        seed: int,
+        make_recorder: Callable[[EngineConfig], StepRecorder] | None = None,
+        *,
+        drafts: bool = True,
     ) -> None:
+        """`drafts`: False: it makes none, whatever the seed says."""
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_drafts(random.Random(seed + 11), draw_steering(seed, paced))
+        self.config = draw_steering(seed, paced)
+        if drafts:
+            self.config = draw_drafts(random.Random(seed + 11), self.config)
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine import StepCosts
+from paceline.config.engine import DraftConfig, StepCosts
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import INVARIANTS
@@ -123,6 +123,14 @@ def ahead() -> PlannedState:
     bench.add(prompt(9), 20)
     bench.scheduler.schedule()
     bench.add(prompt(9, 1), 20)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+def drafted() -> PlannedState:
+    """A row decodes with drafts."""
+    bench = Bench(engine_config(drafts=DraftConfig(width=3)))
+    bench.add(prompt(9), 20)
+    bench.step(2)
     return PlannedState(bench, bench.scheduler.schedule())
 
 

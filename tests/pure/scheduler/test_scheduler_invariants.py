@@ -23,6 +23,7 @@ from tests.pure.scheduler.planned_states import (
     before_any_plan,
     breaks,
     crowded,
+    drafted,
     forked,
     long_prompt,
     paced,
@@ -191,6 +192,11 @@ def more_is_computed_than_was_scheduled(planned: PlannedState) -> None:
 @breaks("counters_are_in_order")
 def more_tokens_than_the_limit(planned: PlannedState) -> None:
     planned.rows.num_tokens[0] = planned.rows.max_len[0] + 1
+
+
+@breaks("what_is_scheduled_is_what_is_under_way", drafted)
+def more_is_scheduled_than_drafts_allow(planned: PlannedState) -> None:
+    planned.rows.scheduled[0] += 1
 
 
 @breaks("each_request_is_in_one_place", crowded)
