@@ -214,7 +214,7 @@ class LogReader(threading.Thread):
         except ValueError:
             return
         # What other processes do to the machine is not the server's fault.
-        is_of_others = found["message"].startswith("the machine is busy")
+        is_of_others = found["message"].startswith(("the machine is busy", "the machine is free again"))
         if found["level"] in ("warning", "error") and not is_of_others:
             self.complaints = [*self.complaints[:99], line[:2000]]
         if found["message"] == "state":
