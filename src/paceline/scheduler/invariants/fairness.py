@@ -31,7 +31,10 @@ class Backlog:
     def note(self, scheduler: Scheduler) -> None:
         self._policy = policy = scheduler.state.policy
         if isinstance(policy, FairShare):
-            self._counters = {tenant: policy.counter(tenant) for tenant in scheduler.state.queue.tenants}
+            state = scheduler.state
+            # One that is back since this plan has its counter lifted with those that come before the next.
+            settled = [tenant for tenant in state.queue.tenants if not state.accounting.is_unsettled(tenant)]
+            self._counters = {tenant: policy.counter(tenant) for tenant in settled}
 
 
 @invariant("F5", moment=PLANNED, modes=CONTINUOUS_ONLY)
