@@ -34,7 +34,7 @@ class TimedStep:
 
 
 def timed_steps(log: RunLog) -> list[TimedStep]:
-    """Every completed step whose times were recorded, in order."""
+    """Every completed step whose times were recorded, in order; those that verified drafts are of another kind."""
     reader = _Reader(log.config.depth)
     steps = []
     for logged in log:
@@ -42,7 +42,7 @@ def timed_steps(log: RunLog) -> list[TimedStep]:
             step = reader.read(logged)
         except (*BROKEN, AttributeError) as problem:
             raise InputError(f"{log.path}: line {logged.line} is broken: {reason(problem)}") from problem
-        if step is not None and step.seconds > 0.0:
+        if step is not None and step.seconds > 0.0 and "verified" not in (logged.result or {}):
             steps.append(step)
     return steps
 
