@@ -172,6 +172,8 @@ class Oracle:
 
     def join(self, rows: DeviceRows, row: int) -> None: ...
 
+    def leave(self, rows: DeviceRows, row: int) -> None: ...
+
     def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
         if not plan.draft_width:
             return None

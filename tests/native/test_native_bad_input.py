@@ -36,7 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--cpu-threads", "0"), ("--cpu-threads must be at least 1",)),
         (("--cpu-threads", "-3"), ("--cpu-threads must be at least 1",)),
         (("--cpu-threads", "two"), ("--cpu-threads",)),
-        (("--speculative-config", "eagle"), ("--speculative-config: method 'eagle' is not off, ngram",)),
+        (
+            ("--speculative-config", "eagle"),
+            ("--speculative-config: method 'eagle' is not off, ngram, history",),
+        ),
         (("--speculative-config", "{"), ("--speculative-config is not JSON",)),
         (
             ("--cpu-backend", "native", "--block-size", "8"),

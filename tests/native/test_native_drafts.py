@@ -198,3 +198,25 @@ def test_a_model_is_asked_with_drafts(tmp_path: Path) -> None:
             counters = llm._front.engine.scheduler.state.counters
             assert bool(counters.accepted_tokens) == (method != "off")
     assert texts[0] == texts[1]
+
+
+def test_what_was_answered_before_is_drafted_for_the_same_tenant(tmp_path: Path) -> None:
+    """The second of two equal requests is nearly all drafts; the text is the same."""
+    folder = write_model(tmp_path)
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    steps = []
+    with LLM(
+        str(folder),
+        load_format="dummy",
+        num_blocks=64,
+        speculative_config="history",
+        enable_prefix_caching=False,
+    ) as llm:
+        always_draft(llm._front.engine)
+        answers = []
+        for _ in range(3):
+            before = llm._front.engine.num_submitted
+            answers.append(llm.generate("once upon a time", sampling)[0].outputs[0].token_ids)
+            steps.append(llm._front.engine.num_submitted - before)
+    assert answers[0] == answers[1] == answers[2]
+    assert steps[2] < 0.4 * steps[0], steps

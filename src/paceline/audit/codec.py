@@ -58,7 +58,7 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
-NEVER_LOGGED = frozenset({"tokens", "sampling"})
+NEVER_LOGGED = frozenset({"tokens", "sampling", "texts"})
 _ALIGNED = (RowJoins, RowSpans, BlockAppends, BlockCopies, RowCopies, Swaps)  # no rows: every column is empty
 _FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero

@@ -30,7 +30,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
-DRAFT_METHODS = ("off", "ngram")
+DRAFT_METHODS = ("off", "ngram", "history")
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -432,7 +432,7 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "drafts to verify beside each token, on a CPU: off, ngram, or a JSON object with method and "
+        "drafts to verify beside each token, on a CPU: off, ngram, history, or a JSON object with method and "
         "num_speculative_tokens",
         metavar="METHOD|JSON",
     )

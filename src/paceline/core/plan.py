@@ -18,6 +18,7 @@ from paceline.core.fast import value
 from paceline.core.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 Bool = NDArray[np.bool_]
@@ -33,8 +34,16 @@ EMPTY = i32()
 EMPTY.flags.writeable = False
 
 
+NO_TEXTS = np.zeros(0, np.int64)
+NO_TEXTS.flags.writeable = False
+
+
 def _empty() -> I32:
     return EMPTY
+
+
+def _empty_wide() -> I64:
+    return NO_TEXTS
 
 
 @value
@@ -51,6 +60,8 @@ class RowJoins:
     pad: I32 = field(default_factory=_empty)
     model: I32 = field(default_factory=_empty)
     adapter: I32 = field(default_factory=_empty)
+    # Rows of one number may draft from each other's texts; empty where no drafts are made.
+    texts: I64 = field(default_factory=_empty_wide)
     sampling: tuple[SamplingParams, ...] = ()
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
 

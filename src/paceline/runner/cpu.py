@@ -32,7 +32,7 @@ from paceline.core.plan import (
 from paceline.core.pulse import Pulse
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch, make_batch
-from paceline.runner.drafts import Drafter, NgramDrafter
+from paceline.runner.drafts import Drafter, History, NgramDrafter
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 I32 = NDArray[np.int32]
@@ -108,8 +108,9 @@ class CPURunner:
         self._kv = compute.kv
         self._rows = DeviceRows(config)
         self._drafter = drafter
-        if drafter is None and config.scheduler.drafts is not None:
-            self._drafter = NgramDrafter()
+        drafts = config.scheduler.drafts
+        if drafter is None and drafts is not None:
+            self._drafter = NgramDrafter(History() if drafts.method == "history" else None)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
@@ -202,6 +203,9 @@ class CPURunner:
         return self._drafter.propose(self._rows, plan, np.flatnonzero(self._rows.decoding))
 
     def _apply(self, plan: StepPlan) -> None:
+        if self._drafter is not None:
+            for row in plan.leaves.tolist():
+                self._drafter.leave(self._rows, row)
         self._rows.apply(plan)
         for row, sampling in zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True):
             known = self._rows.tokens[row, : self._rows.num_tokens[row]].astype(np.int32)

@@ -33,6 +33,7 @@ class DeviceRows:
         self.num_tokens: Index = np.zeros(num_rows, np.int64)
         self.computed: Index = np.zeros(num_rows, np.int64)
         self.limit: Index = np.zeros(num_rows, np.int64)
+        self.texts: Index = np.zeros(num_rows, np.int64)  # see RowJoins
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for
@@ -64,6 +65,8 @@ class DeviceRows:
         self.num_tokens[at] = joins.num_tokens
         self.computed[at] = joins.num_computed
         self.limit[at] = joins.limit
+        if len(joins.texts):
+            self.texts[at] = joins.texts
         self.ended[at] = self.decoding[at] = False
         for table in self.tables:
             table[at] = 0

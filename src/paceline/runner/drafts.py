@@ -1,11 +1,13 @@
-"""Drafts on the CPU: guesses of a row's next tokens, from what its own tokens have been like.
+"""Drafts on the CPU: guesses of a row's next tokens, from what its own tokens and earlier texts have been like.
 
 A row that has said the same few tokens before is likely to go on as it did then. Each row has an index of where its
-last pairs and fours of tokens stood, which goes with its owner: no row finds another's text. A draft is a hint: it can
-be wrong, and costs time then; whether it was right is decided by the token that is drawn.
+last pairs and fours of tokens stood, which goes with its owner. With `history`, texts that have ended well are kept in
+a ring, with a hash of their threes and sixes; the tenant is in the hash, so that no row finds another tenant's text. A
+draft is a hint: it can be wrong, and costs time then; whether it was right is decided by the token that is drawn.
 
-Plain dictionaries: a step has tens of rows here, and each costs a few lookups, where arrays over all rows cost ten
-times that before they do anything. An entry takes about 100 bytes, a token's keys and values take a hundred times that.
+Of a row's own text plain dictionaries: a step has tens of rows here, and each costs a few lookups, where arrays over
+all rows cost ten times that before they do anything. An entry takes about 100 bytes, a token's keys and values take a
+hundred times that. Of the ring arrays of one size: it holds a million tokens, whatever rows there are.
 """
 
 from __future__ import annotations
@@ -22,15 +24,23 @@ from paceline.runner.device_rows import DeviceRows
 Index = NDArray[np.int64]
 Counts = NDArray[np.int32] | NDArray[np.int64]
 
+THREE, SIX = 3, 6  # tokens of a text that are looked for in earlier ones
+_PRIME, _FOLD, _MASK = 0x9E3779B97F4A7C15, 29, (1 << 64) - 1
 LONGEST = 7  # tokens that are compared to tell how long a match is
 MISSED, PARTLY, WHOLLY = 0, 1, 2  # how a row's last draft fared
 FATES = 3
+OF_HISTORY = (LONGEST - 1) * FATES  # the first kind of draft from an earlier text
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs
+_NO_TOKEN = -1
 _LEAST = 1e-3  # chance below which a draft is never made
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of rows. What it guesses changes when tokens come, never which."""
+
+    def leave(self, rows: DeviceRows, row: int) -> None:
+        """A row has lost its owner, whose tokens are still there."""
+        ...
 
     def join(self, rows: DeviceRows, row: int) -> None:
         """A row has a new owner; all its tokens are there."""
@@ -53,10 +63,13 @@ class Drafter(Protocol):
 class RowText:
     """The tokens of a row, where its last ones stood before, and how the guess from there fared."""
 
-    __slots__ = ("_fours", "_pairs", "kind", "place", "tokens")
+    __slots__ = ("_fours", "_pairs", "earlier", "fate", "kind", "place", "texts", "tokens")
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], texts: int = 0) -> None:
         self.tokens: list[int] = []
+        self.texts = texts
+        self.earlier = False  # the draft that comes next is of an earlier text
+        self.fate = PARTLY  # how the last one fared
         self._pairs: dict[int, int] = {}
         self._fours: dict[int, int] = {}
         self.kind = -1  # of the draft that comes next; -1: there is none
@@ -66,6 +79,7 @@ class RowText:
     def add(self, new: list[int], fate: int) -> None:
         """Tokens have come; the draft for what follows is found. `fate`: how the last one fared."""
         tokens, pairs, fours = self.tokens, self._pairs, self._fours
+        self.fate, self.earlier = fate, False
         pair = four = found = 0
         for token in new:
             if found:  # what stood behind the key before is known now
@@ -98,10 +112,79 @@ class RowText:
         return known
 
 
+class History:
+    """Texts that have ended well, the newest million tokens of them, and where their threes and sixes stand."""
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        self._tokens: NDArray[np.int32] = np.full(
+            size, _NO_TOKEN, np.int32
+        )  # one that is none behind each text
+        self._owners: NDArray[np.int64] = np.zeros(size, np.int64)  # the number that each text was added with
+        self._end = 0  # of the newest text
+        self._slots = size
+        self._keys: NDArray[np.uint32] = np.zeros(size, np.uint32)
+        self._places: NDArray[np.int32] = np.zeros(size, np.int32)
+
+    def add(self, tokens: Index, texts: int) -> None:
+        """A text of those that share this number."""
+        size = len(self._tokens)
+        tokens = tokens[-size // 4 :]
+        if self._end + len(tokens) + 1 > size:
+            self._end = 0
+        start, end = self._end, self._end + len(tokens)
+        self._tokens[start:end], self._tokens[end] = tokens, _NO_TOKEN
+        self._owners[start:end] = texts
+        self._end = end + 1
+        for length in (THREE, SIX):
+            if len(tokens) > length:
+                grams = np.lib.stride_tricks.sliding_window_view(tokens, length)[:-1]
+                value = np.full(len(grams), texts + length, np.uint64)
+                for column in grams.T:
+                    value = (value ^ column.astype(np.uint64)) * np.uint64(_PRIME)
+                    value ^= value >> np.uint64(_FOLD)
+                slots = (value % np.uint64(self._slots)).astype(np.int64)
+                self._keys[slots] = (value >> np.uint64(32)).astype(np.uint32)
+                self._places[slots] = np.arange(start + length, end)
+
+    def find(self, tokens: list[int], texts: int) -> tuple[int, int]:
+        """Where the last tokens of a text stood in another one last, and how many of them did; (0, 0): nowhere."""
+        for length in (SIX, THREE):
+            if len(tokens) < length:
+                continue
+            last = tokens[-length:]
+            value = texts + length
+            for token in last:
+                value = ((value ^ token) * _PRIME) & _MASK
+                value ^= value >> _FOLD
+            slot = value % self._slots
+            if self._keys.item(slot) != value >> 32:
+                continue
+            place = self._places.item(slot)
+            # Another text, of another tenant even, may have been written over it since.
+            if (
+                self._owners.item(place - 1) == texts
+                and self._tokens[place - length : place].tolist() == last
+            ):
+                return place, self._length(tokens, place, length)
+        return 0, 0
+
+    def _length(self, tokens: list[int], place: int, length: int) -> int:
+        most = min(LONGEST, len(tokens), place)
+        while length < most and self._tokens.item(place - length - 1) == tokens[-length - 1]:
+            length += 1
+        return length
+
+    def guess(self, place: int, count: int) -> list[int]:
+        """What followed there, as far as that text goes."""
+        found: list[int] = self._tokens[place : place + count].tolist()
+        return found[: found.index(_NO_TOKEN)] if _NO_TOKEN in found else found
+
+
 class NgramDrafter:
     """Makes drafts of rows, and tells how they fared."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History | None = None) -> None:
+        self._history = history
         self._texts: dict[int, RowText] = {}
         self._trust: list[float] = [0.0] * DRAFT_KINDS
         self._compared = [0] * DRAFT_KINDS
@@ -109,7 +192,12 @@ class NgramDrafter:
         self._any = False  # something was compared since the last tally
 
     def join(self, rows: DeviceRows, row: int) -> None:
-        self._texts[row] = RowText(rows.tokens[row, : rows.num_tokens[row]].tolist())
+        known = rows.tokens[row, : rows.num_tokens[row]].tolist()
+        self._texts[row] = RowText(known, rows.texts.item(row))
+
+    def leave(self, rows: DeviceRows, row: int) -> None:
+        if self._history is not None and rows.ended[row]:  # else it was aborted, or failed, or comes back
+            self._history.add(rows.tokens[row, : rows.num_tokens[row]], rows.texts.item(row))
 
     def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
         if len(plan.trust):
@@ -130,8 +218,15 @@ class NgramDrafter:
         tokens: Index = np.zeros((len(at), plan.draft_width), np.int64)
         for number, count in enumerate(counts):
             if count:
-                tokens[number, :count] = texts[number].guess(count)
+                guess = self._guess(texts[number], count)
+                counts[number] = len(guess)  # an earlier text may end before that
+                tokens[number, : len(guess)] = guess
         return tokens, np.array(counts, np.int64)
+
+    def _guess(self, text: RowText, count: int) -> list[int]:
+        if text.earlier and self._history is not None:
+            return self._history.guess(text.place, count)
+        return text.guess(count)
 
     def _depths(self, plan: StepPlan) -> list[int]:
         """How many drafts of each kind are worth their time: the chance of the last is above the floor."""
@@ -162,6 +257,16 @@ class NgramDrafter:
             if counts[number] != 1:
                 new = rows.tokens[row, ends[number] - counts[number] : ends[number]].tolist()
             text.add(new, self._fate(text, new, drafts[number]))
+            if self._history is not None:
+                self._look_back(self._history, text)
+
+    def _look_back(self, history: History, text: RowText) -> None:
+        """Take the draft of an earlier text, where that is more trusted than the row's own."""
+        place, length = history.find(text.tokens, text.texts)
+        if length:
+            kind = OF_HISTORY + min(length - THREE, 3) * FATES + text.fate
+            if text.kind < 0 or self._trust[kind] > self._trust[text.kind]:
+                text.kind, text.place, text.earlier = kind, place, True
 
     def _fate(self, text: RowText, new: list[int], drafts: int) -> int:
         """Count drafts that were verified; of the others the first, which is compared with the token that came."""
@@ -171,7 +276,7 @@ class NgramDrafter:
         if drafts:
             compared, equal = min(len(new), drafts), min(len(new) - 1, drafts)
         else:
-            compared, equal = 1, int(text.guess(1) == new[:1])
+            compared, equal = 1, int(self._guess(text, 1) == new[:1])
         self._compared[kind] += compared
         self._equal[kind] += equal
         self._any = True

@@ -223,6 +223,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "pad",
             "model",
             "adapter",
+            "texts",
         ),
         *("sampling", "tokens"),
     }

@@ -10,7 +10,7 @@ from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
 from paceline.runner.device_rows import DeviceRows
-from paceline.runner.drafts import NgramDrafter
+from paceline.runner.drafts import OF_HISTORY, History, NgramDrafter
 from paceline.scheduler.draft_budget import DraftBudget, StepSeconds
 
 CONFIG = EngineConfig(
@@ -22,13 +22,13 @@ SURE = np.full(32, 0.9, np.float32)
 class Texts:
     """Rows with tokens, and a drafter that sees them grow."""
 
-    def __init__(self, *texts: list[int]) -> None:
+    def __init__(self, *texts: list[int], history: History | None = None) -> None:
         self.rows = DeviceRows(CONFIG)
-        self.drafter = NgramDrafter()
+        self.drafter = NgramDrafter(history)
         for row, text in enumerate(texts):
             self.join(row, text)
 
-    def join(self, row: int, text: list[int], limit: int = 200) -> None:
+    def join(self, row: int, text: list[int], limit: int = 200, tenant: int = 1) -> None:
         joins = RowJoins(
             row=i32([row]),
             generation=i32([1]),
@@ -39,6 +39,7 @@ class Texts:
             pad=i32([0]),
             model=i32([0]),
             adapter=i32([0]),
+            texts=np.array([tenant]),
             sampling=(SamplingParams(),),
             tokens=(np.array(text, np.int32),),
         )
@@ -147,6 +148,71 @@ def test_drafts_are_compared_whether_they_are_verified_or_not() -> None:
     assert texts.drafter.take_tally() is None
 
 
+def ended(texts: Texts, row: int) -> None:
+    texts.rows.ended[row] = True
+    texts.drafter.leave(texts.rows, row)
+
+
+STORY = [31, 32, 33, 34, 35, 36, 37, 38, 39]
+
+
+def test_a_text_that_has_ended_is_drafted_from_by_rows_of_its_tenant() -> None:
+    texts = Texts(STORY, history=History(64))
+    ended(texts, 0)
+    texts.join(1, [9, 31, 32])
+    texts.say(1, 33)
+    assert texts.drafts(1) == [[34, 35, 36, 37]]
+    texts.say(1, 34, 35, 36, 37, 38, verified=4)
+    assert texts.drafts(1) == [[39]]  # there it ended
+    texts.join(2, [9, 31, 32], tenant=2)
+    texts.say(2, 33)
+    assert texts.drafts(2) == [[]]
+
+
+def test_only_texts_that_ended_well_are_kept() -> None:
+    texts = Texts(STORY, history=History(64))
+    texts.drafter.leave(texts.rows, 0)  # aborted, or preempted
+    texts.join(1, [9, 31, 32])
+    texts.say(1, 33)
+    assert texts.drafts(1) == [[]]
+
+
+def test_the_more_trusted_of_two_sources_is_taken() -> None:
+    for of_history, expected in ((0.9, 34), (0.1, 50)):
+        texts = Texts(STORY, history=History(64))
+        ended(texts, 0)
+        texts.join(1, [31, 32, 33, 50, 31, 32])
+        trust = np.full(32, 0.5, np.float32)
+        trust[OF_HISTORY:] = of_history
+        texts.drafts(1, trust=trust)
+        texts.say(1, 33)
+        assert texts.drafts(1, width=1, floor=0.05, trust=trust) == [[expected]]
+
+
+def test_the_ring_forgets_the_oldest_texts_and_never_gives_what_was_written_over() -> None:
+    history = History(256)
+    for number in range(40):
+        history.add(np.array([100 * number + place for place in range(10)]), 7)
+    assert history.find([3900, 3901, 3902], 7)[1] == 3
+    assert history.find([0, 1, 2], 7) == (0, 0)
+    assert history.find([3900, 3901, 3902], 8) == (0, 0)
+    place, length = history.find([3901, 3902, 3903, 3904, 3905, 3906, 3907], 7)
+    assert length == 7 and history.guess(place, 2) == [3908, 3909]
+    long = np.arange(1000)
+    history.add(long, 7)  # of a text that is longer than a part of the ring, the end
+    assert history.find([995, 996, 997], 7)[1] == 3 and history.find([5, 6, 7], 7) == (0, 0)
+
+
+def test_a_place_that_another_tenant_has_written_over_is_not_read() -> None:
+    history = History(64)
+    history.add(np.array([1, 2, 3, 4]), 7)
+    assert history.find([1, 2, 3], 7)[1] == 3
+    for _ in range(13):  # the last of them lies where the first text lay, and says the same
+        history.add(np.array([1, 2, 3, 4]), 8)
+    assert history.find([1, 2, 3], 8)[1] == 3
+    assert history.find([1, 2, 3], 7) == (0, 0)
+
+
 # -- how many ----------------------------------------------------------------------------------------------
 
 
@@ -240,8 +306,8 @@ def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eagle", "method 'eagle' is not off, ngram"),
-        ("", "method '' is not off, ngram"),
+        ("eagle", "method 'eagle' is not off, ngram, history"),
+        ("", "method '' is not off, ngram, history"),
         ("{", "is not JSON"),
         ('{"method": "ngram", "model": "x"}', "model is not known"),
         ('{"num_speculative_tokens": 16}', "must be 0 to 15, not 16"),

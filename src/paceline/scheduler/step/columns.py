@@ -5,6 +5,8 @@ Decides nothing: the composer or the snapshot that makes the plan has decided by
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,7 @@ from paceline.core.plan import (
     NO_JOINS,
     NO_ROW_COPIES,
     NO_SPANS,
+    NO_TEXTS,
     SAME_ROWS,
     RowCopies,
     RowJoins,
@@ -49,6 +52,7 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         pad=rows.pad[at].astype(np.int32),
         model=np.array([join.request.model for join in joins], np.int32),
         adapter=np.array([join.request.adapter for join in joins], np.int32),
+        texts=NO_TEXTS if state.drafts is None else _texts_of(joins),
         sampling=tuple([join.request.sampling for join in joins]),
         tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
     )
@@ -60,6 +64,13 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         num_tokens=i32(join.request.num_tokens for join in forks),
     )
     return joined, copies
+
+
+def _texts_of(joins: list[Join]) -> NDArray[np.int64]:
+    """A number for each tenant and salt, the same in every process, that no two are likely to share."""
+    names = [join.request.tenant.encode("utf-8", "surrogatepass") for join in joins]
+    digests = [hashlib.blake2b(name, digest_size=7).digest() for name in names]
+    return np.array([int.from_bytes(digest, "little") for digest in digests], np.int64)
 
 
 def row_changes(last: NDArray[np.bool_], mask: NDArray[np.bool_], leaves: list[int]) -> RowSet:
