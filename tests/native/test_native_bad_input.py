@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--cpu-threads", "two"), ("--cpu-threads",)),
         (
             ("--speculative-config", "eagle"),
-            ("--speculative-config: method 'eagle' is not off, ngram, history",),
+            ("--speculative-config: method 'eagle' is not off, auto, ngram, history",),
         ),
         (("--speculative-config", "{"), ("--speculative-config is not JSON",)),
         (

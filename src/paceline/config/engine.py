@@ -30,7 +30,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
-DRAFT_METHODS = ("off", "ngram", "history")
+DRAFT_METHODS = ("off", "auto", "ngram", "history")
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -167,14 +167,17 @@ class DraftConfig:
             raise ConfigError(
                 f"--speculative-config: {unknown[0]} is not known; there are method and num_speculative_tokens"
             )
-        method, width = given.get("method", "ngram"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        method = "history" if method == "suffix" else method  # vLLM's word for it
         if method not in DRAFT_METHODS:
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
         if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width <= MOST_DRAFTS:
             raise ConfigError(
                 f"--speculative-config: num_speculative_tokens must be 0 to {MOST_DRAFTS}, not {width!r}"
             )
-        return None if method == "off" or not width else cls(method=method, width=width)
+        if method == "off" or not width:
+            return None
+        return cls(method="history" if method == "auto" else method, width=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,7 +435,7 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "drafts to verify beside each token, on a CPU: off, ngram, history, or a JSON object with method and "
+        "drafts to verify beside each token, on a CPU: off, auto, ngram, history, or a JSON object with method and "
         "num_speculative_tokens",
         metavar="METHOD|JSON",
     )

@@ -297,6 +297,9 @@ def test_a_size_that_costs_more_than_it_brings_is_left_out() -> None:
         ("ngram", DraftConfig()),
         ('{"method": "ngram", "num_speculative_tokens": 3}', DraftConfig(width=3)),
         ('{"num_speculative_tokens": 0}', None),
+        ('{"num_speculative_tokens": 5}', DraftConfig(method="history", width=5)),
+        ("auto", DraftConfig(method="history")),
+        ("suffix", DraftConfig(method="history")),
     ],
 )
 def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
@@ -306,8 +309,8 @@ def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eagle", "method 'eagle' is not off, ngram, history"),
-        ("", "method '' is not off, ngram, history"),
+        ("eagle", "method 'eagle' is not off, auto, ngram, history"),
+        ("", "method '' is not off, auto, ngram, history"),
         ("{", "is not JSON"),
         ('{"method": "ngram", "model": "x"}', "model is not known"),
         ('{"num_speculative_tokens": 16}', "must be 0 to 15, not 16"),
