@@ -264,7 +264,11 @@ def _on_cpu(
         backend = _torch_backend(model, checkpoint, (pulse, free), on_progress, backend)
     config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
     drafts = DraftConfig.read(model.speculative_config)
-    if drafts is not None and config.scheduler.mode == "continuous":
+    if drafts is not None:
+        if config.scheduler.mode != "continuous":
+            raise ConfigError(
+                "--speculative-config needs --mode continuous: rows of a padded batch go on together"
+            )
         fixed_s, token_s = backend.measure()
         drafts = replace(drafts, fixed_s=fixed_s, token_s=token_s)
         config = replace(config, scheduler=replace(config.scheduler, drafts=drafts))
@@ -445,7 +449,7 @@ def _on_gpu(
 
     if DraftConfig.read(model.speculative_config) is not None:
         raise ConfigError(
-            "--speculative-config: drafts are verified by engines on a CPU; leave it out on a GPU"
+            "--speculative-config: speculative decoding works on a CPU so far; leave it out on a GPU"
         )
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(

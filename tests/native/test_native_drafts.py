@@ -15,6 +15,7 @@ from paceline import LLM
 from paceline.core.counters import Counters, CPUWork
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.errors import ConfigError
 from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
@@ -220,3 +221,9 @@ def test_what_was_answered_before_is_drafted_for_the_same_tenant(tmp_path: Path)
             steps.append(llm._front.engine.num_submitted - before)
     assert answers[0] == answers[1] == answers[2]
     assert steps[2] < 0.4 * steps[0], steps
+
+
+def test_drafts_and_padded_batches_exclude_each_other(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    with pytest.raises(ConfigError, match="--speculative-config needs --mode continuous"):
+        LLM(str(folder), load_format="dummy", num_blocks=64, speculative_config="auto", mode="static")

@@ -435,7 +435,7 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "drafts to verify beside each token, on a CPU: off, auto, ngram, history, or a JSON object with method and "
+        "speculative decoding, on a CPU: off, auto, ngram, history, or a JSON object with method and "
         "num_speculative_tokens",
         metavar="METHOD|JSON",
     )

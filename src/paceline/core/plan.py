@@ -132,7 +132,6 @@ class StepWork:
     prefill_context_products: int = 0  # sum over these tokens of the context each attends to
     logit_rows: int = 0  # rows that are sampled
     swap_blocks: int = 0
-    draft_tokens: int = 0  # most drafts that are verified beside these
 
 
 # Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.engine import DraftConfig, SchedulerConfig
-from paceline.core.plan import DRAFT_KINDS, F32, NO_TRUST, StepPlan, StepResult, StepWork
+from paceline.core.plan import DRAFT_KINDS, F32, NO_TRUST, DraftTally, StepPlan, StepResult, StepWork
 from paceline.scheduler.modes import Mode
 
 FIRST_TRUST = 0.5
@@ -73,9 +73,13 @@ class DraftBudget:
                 self._seconds.learn(work.decode_rows + verified, times.end_s - times.start_s)
             right = max(0.0, float(result.count.sum()) / work.decode_rows - 1.0)
             self.right += LATELY * (right - self.right)
-        if result.drafts is None:
+        self.learn_drafts(result.drafts)
+
+    def learn_drafts(self, tally: DraftTally | None) -> None:
+        """How drafts fared."""
+        if tally is None:
             return
-        compared, equal = result.drafts[0].tolist(), result.drafts[1].tolist()
+        compared, equal = tally.compared.tolist(), tally.equal.tolist()
         for kind, number in enumerate(compared):
             if number:
                 kept = KEPT ** (number / 16.0)

@@ -421,7 +421,6 @@ def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None
         "prefill_tokens": 6,
         "prefill_context_products": 24,
         "logit_rows": 2,
-        "draft_tokens": 0,
         "swap_blocks": 0,
     }
 

@@ -42,6 +42,8 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
+        if state.drafts is not None:
+            draft.unsure = state.unsure_rows()
         if state.promoted:
             self._promote()
         if state.kv.windowed:
@@ -139,7 +141,7 @@ class Composer:
         """As `scheduled += advancing` where drafts are made; returns the rows that surely get their last token."""
         rows, high = self._state.rows, len(advancing)
         scheduled, last = rows.scheduled[:high], rows.max_len[:high] - 1
-        unsure = self._state.unsure_rows()
+        unsure = draft.unsure
         draft.first = scheduled.copy() if unsure is None else self._state.least_computed()
         np.minimum(scheduled + advancing, last, out=scheduled, where=advancing)
         ended: Mask = (scheduled >= last) & advancing
@@ -177,7 +179,7 @@ class Composer:
         if rows.num_needs_host:  # the host must see the last token first
             mask &= ~(rows.needs_host[:high] & (rows.scheduled[:high] != rows.computed[:high]))
         if self._state.drafts is not None:
-            self._leave_out(mask)
+            self._leave_out(draft, mask)
         if high >= draft.left and count_set(mask) >= draft.left:
             shortage.trim(self._state, mask, draft.left)
         full = rows.scheduled[:high] >= kv.table_len[:high] * kv.block_size
@@ -189,10 +191,10 @@ class Composer:
         crossing = full.nonzero()[0]
         return mask, crossing, shortage.shared_writes(self._state, mask) if rows.any_sharing else []
 
-    def _leave_out(self, mask: Mask) -> None:
+    def _leave_out(self, draft: StepDraft, mask: Mask) -> None:
         """Where drafts are made: rows that have all their tokens, and those that copy a block it is not known where."""
         rows, high = self._state.rows, len(mask)
-        unsure = self._state.unsure_rows()
+        unsure = draft.unsure
         done = rows.scheduled[:high] >= rows.max_len[:high] - 1
         if unsure is not None:
             done &= ~unsure
@@ -493,7 +495,6 @@ class Composer:
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
-                draft_tokens=draft.draft_tokens,
             ),
         )
         if state.drafts is not None:

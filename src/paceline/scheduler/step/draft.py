@@ -28,6 +28,8 @@ class StepDraft:
     at_length = False  # some row gets the last token its length allows
     advancing = NO_MASK  # decoding rows that get a token; padding does not
     held = NO_ROWS  # decoding rows that leave this step to prompts
+    # Rows of which drafts are under way: how far they are is known only within bounds; None: there are none.
+    unsure: Mask | None = None
     first: Index | None = None  # first position that each decoding row may write; None: no drafts are made
     draft_width = 0  # most guessed tokens of a row
     draft_tokens = 0  # of all rows
