@@ -33,6 +33,12 @@ class NeverFits(InvalidRequest):
     """A request that could not run even if it were alone."""
 
 
+class GrammarTooComplex(InvalidRequest):
+    """A schema or grammar that is too large, too deep, or takes too long to compile; `param` names the field."""
+
+    code = "grammar_too_complex"
+
+
 class QueueFull(PacelineError):
     """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
 

@@ -17,6 +17,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
+from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 
 MAX_BRANCHES = 128
@@ -32,12 +33,10 @@ _LARGEST = 2**31 - 1
 _LARGEST_SEED = 2**63 - 1
 
 
-_SCHEMA = "answers are not constrained to a schema or grammar; describe the format in the prompt and check the answer"
 _BEAMS = "there is no beam search; n gives several branches of one prompt"
 # Names that vLLM's class of this name has or had.
 UNSUPPORTED = {
-    "structured_outputs": _SCHEMA,
-    "guided_decoding": _SCHEMA,
+    "guided_decoding": "use structured_outputs",
     "use_beam_search": _BEAMS,
     "best_of": _BEAMS,
     "length_penalty": _BEAMS,
@@ -192,6 +191,9 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, "the same for the prompt", low=-1, high=MAX_LOGPROBS, offered=Offer.NOWHERE
     )
+    structured_outputs: Structure | None = parameter(
+        None, "the form of the answer: a JSON schema, a pattern, a grammar, choices", offered=Offer.NOWHERE
+    )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
     spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)
@@ -309,6 +311,8 @@ def _normalize(params: SamplingParams) -> None:
                 object.__setattr__(params, name, ())
         elif isinstance(value, list | set | frozenset):
             object.__setattr__(params, name, tuple(value))
+    if params.structured_outputs is not None:
+        object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
     if params.logit_bias is None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
@@ -381,5 +385,9 @@ def _check_counts(params: SamplingParams) -> None:
         is_id = isinstance(token, int) and not isinstance(token, bool)
         if not is_id or not _is_finite(bias) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
+    if params.structured_outputs is not None and params.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos: an answer with structured_outputs ends where its structure does", param="ignore_eos"
+        )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
