@@ -191,7 +191,7 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, "the same for the prompt", low=-1, high=MAX_LOGPROBS, offered=Offer.NOWHERE
     )
-    structured_outputs: Structure | None = parameter(
+    structured_outputs: Structure | None = parameter(  # noqa: RUF009
         None, "the form of the answer: a JSON schema, a pattern, a grammar, choices", offered=Offer.NOWHERE
     )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
