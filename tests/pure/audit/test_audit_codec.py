@@ -30,6 +30,7 @@ from paceline.core.inputs import (
     Done,
     Expired,
     FailAll,
+    FailRequest,
     FinishRequest,
     Idle,
     Keys,
@@ -106,6 +107,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
     one = RequestId(1)
     given = [
         *(ADD, BRANCH, AbortRequest(request=one, detail="pruned"), FinishRequest(request=one, num_output=3)),
+        FailRequest(request=one, detail="grammar_error"),
         *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
         SetDeadline(request=one, deadline_s=None),
         SetPolicy(name="fair", options=(("output_token_cost", 2.0), ("tenant_weights", "a=2"))),
