@@ -234,7 +234,7 @@ def load_model(
             runner,
             recorder=recorder,
             about={"runner": hardware.runner},
-            guide_maker=_guide_maker(tokenizer),
+            guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
         ),
         config=config,
         checkpoint=checkpoint,
@@ -524,14 +524,17 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
 
 
-def _guide_maker(tokenizer: Tokenizer | None) -> GuideMaker:
+def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
+    from paceline.guide.matcher import mask_threads
 
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
-    return GuideCompiler(partial(_vocabulary, tokenizer), objection)
+    # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
+    originals = mask_threads() if on_gpu else 1
+    return GuideCompiler(partial(_vocabulary, tokenizer), objection, originals=originals)
 
 
 def _vocabulary(tokenizer: Tokenizer | None) -> Vocabulary:
