@@ -379,17 +379,21 @@ class _Failed:
         raise AssertionError("a refused plan has no result")
 
 
-# A change of a live request by its owner: priority, deadline, paused or not.
+# A change of a live request by its owner: priority, deadline, paused or not, the end of its reasoning.
 #
 # The same for a server and for programs without one. Each part that is given becomes an input of the scheduler, so
-# that a replay has it too; pausing what is paused, or resuming what runs, does nothing.
+# that a replay has it too, but for reasoning, of which it has the tokens; pausing what is paused, or resuming what
+# runs, does nothing.
 
 
-def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) -> ChangeOutcome:
+def apply_change(engine: Engine, request_id: RequestId, change: Change) -> ChangeOutcome:
     """Change one request. Nothing is changed unless all of it can be."""
+    scheduler = engine.scheduler
     request = scheduler.state.requests.get(request_id)
     if request is None:
         return ChangeOutcome.ENDED
+    if change.end_reasoning and not engine.guides.end_reasoning(request_id):
+        return ChangeOutcome.NOT_REASONING
     if change.priority is not None:
         request.service_level._replace(priority=change.priority).check()
     is_paused = request.state is RequestState.PAUSED

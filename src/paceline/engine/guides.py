@@ -120,6 +120,8 @@ class Guides:
         for request_id, number in last.items():  # no token comes behind the end of a structure
             if guides[request_id].is_over:
                 self._scheduler.finish_at(request_id, number + 1)
+            if request_id not in self._scheduler.state.requests:
+                del guides[request_id]
 
     def end_reasoning(self, request_id: RequestId) -> bool:
         guide = self._guides.get(request_id)

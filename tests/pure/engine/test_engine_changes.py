@@ -17,7 +17,7 @@ PAUSE, GO_ON = Change(paused=True), Change(paused=False)
 
 
 def change(bench: Bench, number: RequestId, wanted: Change) -> ChangeOutcome:
-    return apply_change(bench.scheduler, number, wanted)
+    return apply_change(bench.engine, number, wanted)
 
 
 @pytest.mark.slow
