@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.guide import Guide
 from paceline.core.structure import Structure
@@ -87,7 +87,7 @@ class GuideCompiler:
         marker = vocabulary.encode(structure.after) if control is None else [control]
         behind = None
         if guide is not None:
-            behind = self._compile(Structure(kind=structure.kind, source=structure.source), vocabulary)
+            behind = self._compile(replace(structure, after="", within=None), vocabulary)
         return Reasoning(structure, marker, vocabulary, guide, behind)
 
     def _compile(self, structure: Structure, vocabulary: Vocabulary) -> Guide:
