@@ -45,7 +45,11 @@ class Structure:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise _refused(f"the kind is one of {', '.join(KINDS)}, not {self.kind!r}")
-        if len(self.source.encode(errors="replace")) > MAX_SOURCE_BYTES:
+        try:
+            num_bytes = len(self.source.encode())
+        except UnicodeEncodeError:
+            raise _refused(f"{self.kind} holds half of a surrogate pair") from None
+        if num_bytes > MAX_SOURCE_BYTES:
             raise GrammarTooComplex(
                 f"structured_outputs: at most {MAX_SOURCE_BYTES >> 10} KiB of schema or grammar are accepted",
                 param="structured_outputs",
