@@ -223,6 +223,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "invalid_value": (400, BAD, "A field of the request is wrong."),
     "unknown_parameter": (400, BAD, "A field of the request is not known."),
     "unsupported_parameter": (400, BAD, "A field of the request is not supported."),
+    "grammar_too_complex": (400, BAD, "A schema or grammar is too large, too deep or takes too long."),
     "unsupported_modality": (400, BAD, "Only text is supported."),
     "context_length_exceeded": (400, BAD, "The request is longer than the model's context."),
     "deadline_impossible": (400, BAD, "This machine cannot answer in the time that was asked for."),

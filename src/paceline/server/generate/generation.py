@@ -90,6 +90,7 @@ class Generation:
         timeout_s: float | None = None,
     ) -> None:
         self.record = record
+        self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
         self._observer = observer
