@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from paceline.config.engine import Capacity, EngineConfig
+from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,
     DRAFT_KINDS,
@@ -134,6 +136,7 @@ class FakeRunner:
         self._host: list[dict[int, list[int]]] = [{} for _ in config.kv.groups]
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
+        self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -468,6 +471,9 @@ class _Pending:
     def __init__(self, runner: FakeRunner, seq: int) -> None:
         self._runner = runner
         self._seq = seq
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        self._runner.guides[self._seq] = guides
 
     def wait(self) -> StepResult:
         return self._runner.finish_until(self._seq)

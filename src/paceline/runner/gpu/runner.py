@@ -9,7 +9,7 @@ reference sampler, which makes their steps wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import EngineConfig
+from paceline.core.guide import Guide
 from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
@@ -63,6 +64,9 @@ class GPUPending:
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     logprobs: tuple[RowLogprobs, ...]
     started_s: float
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        raise AssertionError("an engine on a GPU has no guides")  # it makes none: see factory
 
     def wait(self) -> StepResult:
         self.done.wait()
