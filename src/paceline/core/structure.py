@@ -133,16 +133,12 @@ def _check_json(kind: str, source: str) -> None:
 
 
 def _depth(value: object) -> int:
+    """How many objects and lists are inside each other; counting ends above what is allowed."""
     depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
+    while (inside := [each for each in level if isinstance(each, dict | list)]) and depth <= MAX_DEPTH:
         depth += 1
-        level = [
-            part
-            for each in level
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth - 1
+        level = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _refused(what: str) -> InvalidRequest:

@@ -32,7 +32,7 @@ WORKER_BYTES = 2 << 30
 _LOOK_FOR_PLACE_S = 0.2
 # Said of control tokens, which only the engine's tokenizer knows.
 _NO_TOKENIZER = "no tokenizer"
-_TOO_MUCH = re.compile(r"too (large|big|complex|deep|many)|limit exceeded", re.IGNORECASE)
+_TOO_MUCH = re.compile(r"(schema|grammar|parser|lexer)\b.* too (large|big|complex|deep)|limit exceeded", re.I)
 _NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -43,6 +43,7 @@ class Verdict:
     error: str = ""
     too_complex: bool = False
     ignored: tuple[str, ...] = ()  # keywords of a schema, such as `not` or `format.byte`
+    has_control_tokens: bool = False  # which only a program may write, never a client
 
     @classmethod
     def read(cls, line: bytes | str) -> Verdict:
@@ -50,8 +51,12 @@ class Verdict:
         found = json.loads(line)
         return cls(**{**found, "ignored": tuple(found["ignored"])})
 
-    def approve(self, field: str) -> tuple[str, ...]:
+    def approve(self, field: str, *, control_tokens: bool = True) -> tuple[str, ...]:
         """The names of what is ignored, below the field that asked. Raises what is wrong, naming the field."""
+        if self.has_control_tokens and not control_tokens:
+            raise InvalidRequest(
+                f"{field}: a grammar cannot name tokens (<...>); write their text", param=field
+            )
         if self.error:
             kind = GrammarTooComplex if self.too_complex else InvalidRequest
             raise kind(f"{field}: {self.error}", param=field)
@@ -92,11 +97,11 @@ def verdict_of(structure: Structure) -> Verdict:
         return _failed(sentence, place=_place_of(structure, sentence))
     if endless := _endless(structure):
         return _failed(f"{endless} needs itself without end, so that no answer is ever complete")
-    knows_all = not any(note.startswith(_NO_TOKENIZER) for note in notes)
-    if knows_all and (fault := _first_mask_fault(grammar)):
+    has_control_tokens = any(note.startswith(_NO_TOKENIZER) for note in notes)
+    if not has_control_tokens and (fault := _first_mask_fault(grammar)):
         return _failed(fault)
     names = dict.fromkeys(name for note in notes for name in _ignored_names(note))
-    return Verdict(ignored=tuple(names)[:MAX_IGNORED])
+    return Verdict(ignored=tuple(names)[:MAX_IGNORED], has_control_tokens=has_control_tokens)
 
 
 @lru_cache(maxsize=256)

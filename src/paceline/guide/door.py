@@ -56,8 +56,13 @@ class Door:
         # By digest; a task that is done is a remembered answer, one under way is shared by all that ask the same.
         self._verdicts: OrderedDict[bytes, asyncio.Task[Verdict]] = OrderedDict()
 
-    async def check(self, structure: Structure, field: str = FIELD) -> tuple[str, ...]:
-        """The names of what is ignored. Raises InvalidRequest, GrammarTooComplex or QueueFull."""
+    async def check(
+        self, structure: Structure, field: str = FIELD, *, control_tokens: bool = False
+    ) -> tuple[str, ...]:
+        """The names of what is ignored. Raises InvalidRequest, GrammarTooComplex or QueueFull.
+
+        `control_tokens`: whether the grammar may name tokens of the model; one that a client wrote may not.
+        """
         check_installed(field)
         asked = json.dumps(asdict(question(structure))).encode()
         key = hashlib.blake2b(asked, digest_size=16).digest()
@@ -69,7 +74,7 @@ class Door:
         self._verdicts.move_to_end(key)
         # Shielded: a client that leaves must not take the answer from others that wait for it.
         verdict = await asyncio.shield(task)
-        return verdict.approve(field)
+        return verdict.approve(field, control_tokens=control_tokens)
 
     def close(self) -> None:
         """End the processes; what is still asked gets no answer."""

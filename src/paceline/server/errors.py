@@ -156,7 +156,7 @@ class DeadlineExceeded(PacelineError):
 
 
 class GenerationFailed(PacelineError):
-    """A branch ended with an error of ours (500); `code` is internal_error or numerical_error."""
+    """A branch ended with an error of ours (500); `code` says which."""
 
     def __init__(self, message: str, *, code: str = "internal_error") -> None:
         super().__init__(message)
@@ -247,6 +247,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     # Us.
     INTERNAL: (500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
     "numerical_error": (500, OURS, NOT_FINITE),
+    "grammar_error": (500, OURS, "The answer could not go on as its form demands."),
     "starting": (503, OURS, "The model is being loaded; try again in a moment.", 2),
     "engine_unavailable": (503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": (503, OURS, "The request waited too long for its turn; try again later.", 5),

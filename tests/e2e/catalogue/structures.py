@@ -47,7 +47,7 @@ BAD_SCHEMAS: list[Any] = [
 BAD_REGEXES = ["(" * 30_000, "a(?=b)", "(a)\\1", "[", "*", "\\", "(?P<", "a{2,1}", "\ud800"]
 BAD_GRAMMARS = [
     *("root ::= (", "root ::= root", "start: missing", 'start: start "a"', "begin: /a/", "start: /[/"),
-    *("{}", "\0", "start: <[99999999999999999999]>", "start: %json {", "start: " + "(" * 30_000),
+    *("{}", "\0", "start: <[99999999999999999999]>", "start: %json {", "start: <|im_end|>", "start: <[3]>"),
 ]
 BAD_TAGS: list[Any] = [
     *({}, {"structures": []}, {"structures": [{}], "triggers": ["a"]}, {"format": 5}, {"format": {}}),
@@ -87,7 +87,15 @@ def shapes() -> list[Entry]:
         *(schema_format({}, strict="yes"), schema_format({}, strict=1), schema_format([])),
     ]
     others: list[Any] = [
-        *({}, {"xml": "a"}, {"json": {}, "regex": "a"}, {"regex": 5}, {"regex": ""}, {"json": "{"}, {"json": 5}),
+        *(
+            {},
+            {"xml": "a"},
+            {"json": {}, "regex": "a"},
+            {"regex": 5},
+            {"regex": ""},
+            {"json": "{"},
+            {"json": 5},
+        ),
         *({"choice": []}, {"choice": [""]}, {"choice": "a"}, {"choice": [1]}, {"json_object": False}, 5, "a"),
         *({"regex": "a", "disable_any_whitespace": True}, {"structural_tag": 5}, {"grammar": ""}),
     ]
@@ -98,7 +106,10 @@ def shapes() -> list[Entry]:
         *(refused(CHAT, {"guided_json": value}) for value in (5, [], "{")),
         *(refused(RESPONSES, {"text": value}) for value in (5, {"format": 5}, {"format": {}}, {"other": 1})),
         *(refused(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": 5}}}),),
-        *(refused(MESSAGES, {"output_config": value}) for value in (5, {"format": 5}, {"format": {}}, {"a": 1})),
+        *(
+            refused(MESSAGES, {"output_config": value})
+            for value in (5, {"format": 5}, {"format": {}}, {"a": 1})
+        ),
         *(refused(MESSAGES, {"output_format": value}) for value in (5, {}, {"type": "json_schema"})),
     ]
 
@@ -111,13 +122,22 @@ def sources() -> list[Entry]:
             for schema in BAD_SCHEMAS
             for strict in (False, True)
         ),
-        *(refused(CHAT, {"response_format": schema_format(schema, strict=True)}) for schema in ({"not": {}}, {"format": "x"})),
+        *(
+            refused(CHAT, {"response_format": schema_format(schema, strict=True)})
+            for schema in ({"not": {}}, {"format": "x"})
+        ),
         *(refused(COMPLETIONS, {"guided_regex": regex}) for regex in BAD_REGEXES[:-1]),
         posting(NUMBER, "half a pair", CHAT, b'{"guided_regex": "\\ud800"}', (400, "invalid_unicode")),
         *(refused(CHAT, {"structured_outputs": {"grammar": grammar}}) for grammar in BAD_GRAMMARS),
         *(refused(CHAT, {"structured_outputs": {"structural_tag": tags}}) for tags in BAD_TAGS),
-        *(refused(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": s}}}) for s in BAD_SCHEMAS[:4]),
-        *(refused(MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": s}}}) for s in BAD_SCHEMAS[:4]),
+        *(
+            refused(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": s}}})
+            for s in BAD_SCHEMAS[:4]
+        ),
+        *(
+            refused(MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": s}}})
+            for s in BAD_SCHEMAS[:4]
+        ),
     ]
 
 
@@ -129,6 +149,7 @@ def sizes() -> list[Entry]:
         *({"guided_json": large}, {"guided_regex": "a" * (MAX_SOURCE_BYTES + 1)}),
         {"guided_json": json.dumps(nested(MAX_DEPTH + 1))},
         {"structured_outputs": {"choice": ["x" * 100 + str(number) for number in range(1000)]}},
+        {"guided_grammar": "start: " + "(" * 30_000},
         {"guided_grammar": f"start: %json {json.dumps(ENDLESS)}"},
     ]
     return [

@@ -122,5 +122,6 @@ _READERS: Mapping[str, Callable[[Any], Structure]] = {
     "output_config": _format_inside,
     "output_format": _response_format,
 }
+STRUCTURE_FIELDS = frozenset(_READERS)
 _HOLDERS = ("text", "output_config")
 _WITH_TYPE = ("response_format", "output_format", *_HOLDERS)

@@ -28,6 +28,7 @@ from paceline.process.client import (
 )
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
@@ -351,7 +352,11 @@ class Service:
 
     async def _check_structure(self, body: ParsedBody) -> tuple[str, ...]:
         structure = body.sampling.structured_outputs
-        return () if structure is None else await self._door.check(structure, body.structure_field)
+        if structure is None:
+            return ()
+        field = body.structure_field
+        # What is not asked for by such a field, this server has written.
+        return await self._door.check(structure, field, control_tokens=field not in STRUCTURE_FIELDS)
 
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
         if body.messages is not None:
