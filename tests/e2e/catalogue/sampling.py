@@ -19,7 +19,6 @@ from tests.e2e.catalogue.entry import (
     RESPONSES,
     UNSUPPORTED,
     VALUE,
-    Answer,
     Entry,
     asking,
     asking_each,
