@@ -44,7 +44,7 @@ BAD_SCHEMAS: list[Any] = [
     *({"type": "object", "properties": {"a": False}, "required": ["a"]}, {"const": 1, "type": "string"}),
     *({"multipleOf": 0}, {"type": "string", "pattern": "a", "maxLength": 0}),
 ]
-BAD_REGEXES = ["(" * 30_000, "a(?=b)", "(a)\\1", "[", "*", "\\", "(?P<", "a{2,1}", "\ud800"]
+BAD_REGEXES = ["(" * 30_000, "a(?=b)", "(a)\\1", "[", "*", "\\", "(?P<", "a{2,1}"]
 BAD_GRAMMARS = [
     *("root ::= (", "root ::= root", "start: missing", 'start: start "a"', "begin: /a/", "start: /[/"),
     *("{}", "\0", "start: <[99999999999999999999]>", "start: %json {", "start: <|im_end|>", "start: <[3]>"),
@@ -99,45 +99,36 @@ def shapes() -> list[Entry]:
         *({"choice": []}, {"choice": [""]}, {"choice": "a"}, {"choice": [1]}, {"json_object": False}, 5, "a"),
         *({"regex": "a", "disable_any_whitespace": True}, {"structural_tag": 5}, {"grammar": ""}),
     ]
-    return [
-        *(refused(route, {"response_format": value}) for route in (CHAT, COMPLETIONS) for value in formats),
-        *(refused(CHAT, {"structured_outputs": value}) for value in others),
-        *(refused(CHAT, {"guided_choice": value}) for value in ([], [""], "a", [1], {})),
-        *(refused(CHAT, {"guided_json": value}) for value in (5, [], "{")),
-        *(refused(RESPONSES, {"text": value}) for value in (5, {"format": 5}, {"format": {}}, {"other": 1})),
-        *(refused(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": 5}}}),),
-        *(
-            refused(MESSAGES, {"output_config": value})
-            for value in (5, {"format": 5}, {"format": {}}, {"a": 1})
-        ),
-        *(refused(MESSAGES, {"output_format": value}) for value in (5, {}, {"type": "json_schema"})),
+    inside: list[Any] = [5, {"format": 5}, {"format": {}}, {"other": 1}]
+    cases: list[tuple[str, str, list[Any]]] = [
+        (CHAT, "response_format", formats),
+        (COMPLETIONS, "response_format", formats),
+        (CHAT, "structured_outputs", others),
+        (CHAT, "guided_choice", [[], [""], "a", [1], {}]),
+        (CHAT, "guided_json", [5, [], "{"]),
+        (RESPONSES, "text", [*inside, {"format": {"type": "json_schema", "schema": 5}}]),
+        (MESSAGES, "output_config", inside),
+        (MESSAGES, "output_format", [5, {}, {"type": "json_schema"}]),
     ]
+    return [refused(route, {field: value}) for route, field, values in cases for value in values]
 
 
 def sources() -> list[Entry]:
     """What does not compile, or allows no answer."""
+    flat = [{"type": "json_schema", "schema": schema} for schema in BAD_SCHEMAS[:4]]
+    unknown: list[Any] = [{"not": {}}, {"format": "x"}]
+    cases: list[tuple[str, str, list[Any]]] = [
+        (CHAT, "response_format", [schema_format(schema) for schema in BAD_SCHEMAS]),
+        (CHAT, "response_format", [schema_format(schema, strict=True) for schema in BAD_SCHEMAS + unknown]),
+        (COMPLETIONS, "guided_regex", BAD_REGEXES),
+        (CHAT, "structured_outputs", [{"grammar": grammar} for grammar in BAD_GRAMMARS]),
+        (CHAT, "structured_outputs", [{"structural_tag": tags} for tags in BAD_TAGS]),
+        (RESPONSES, "text", [{"format": form} for form in flat]),
+        (MESSAGES, "output_config", [{"format": form} for form in flat]),
+    ]
     return [
-        *(
-            refused(CHAT, {"response_format": schema_format(schema, strict=strict)})
-            for schema in BAD_SCHEMAS
-            for strict in (False, True)
-        ),
-        *(
-            refused(CHAT, {"response_format": schema_format(schema, strict=True)})
-            for schema in ({"not": {}}, {"format": "x"})
-        ),
-        *(refused(COMPLETIONS, {"guided_regex": regex}) for regex in BAD_REGEXES[:-1]),
+        *(refused(route, {field: value}) for route, field, values in cases for value in values),
         posting(NUMBER, "half a pair", CHAT, b'{"guided_regex": "\\ud800"}', (400, "invalid_unicode")),
-        *(refused(CHAT, {"structured_outputs": {"grammar": grammar}}) for grammar in BAD_GRAMMARS),
-        *(refused(CHAT, {"structured_outputs": {"structural_tag": tags}}) for tags in BAD_TAGS),
-        *(
-            refused(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": s}}})
-            for s in BAD_SCHEMAS[:4]
-        ),
-        *(
-            refused(MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": s}}})
-            for s in BAD_SCHEMAS[:4]
-        ),
     ]
 
 

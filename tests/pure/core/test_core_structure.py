@@ -79,13 +79,11 @@ def test_what_is_no_form(given: Any) -> None:
 def test_sizes_up_to_the_limits() -> None:
     Structure(kind="regex", source="a" * MAX_SOURCE_BYTES)
     Structure.named("json", nested(MAX_DEPTH))
-    for make in (
-        lambda: Structure(kind="regex", source="é" * (MAX_SOURCE_BYTES // 2) + "a"),
-        lambda: Structure.named("json", nested(MAX_DEPTH + 1)),
-        lambda: Structure.named("json", '{"a":' * 900 + "{}" + "}" * 900),
-    ):
+    with pytest.raises(GrammarTooComplex):
+        Structure(kind="regex", source="é" * (MAX_SOURCE_BYTES // 2) + "a")
+    for deep in (nested(MAX_DEPTH + 1), '{"a":' * 900 + "{}" + "}" * 900):
         with pytest.raises(GrammarTooComplex):
-            make()
+            Structure.named("json", deep)
     with pytest.raises(InvalidRequest):
         Structure(kind="json_schema", source="[" * 50_000)
 

@@ -123,6 +123,7 @@ def test_good_and_bad_in_turns(api: Api, num_each: int) -> None:
 def test_an_answer_that_cannot_go_on(detail: str, status: int) -> None:
     def fails(prompt: Any, sampling: Any) -> Any:
         (*before, last) = says("a")(prompt, sampling)
+        assert isinstance(last, list)
         last[0].ending = finished(1, "error", 1, detail=detail)
         return [*before, last]
 
