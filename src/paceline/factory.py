@@ -234,7 +234,7 @@ def load_model(
             runner,
             recorder=recorder,
             about={"runner": hardware.runner},
-            guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
+            guide_maker=_guide_maker(tokenizer),
         ),
         config=config,
         checkpoint=checkpoint,
@@ -524,16 +524,12 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
 
 
-def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
+def _guide_maker(tokenizer: Tokenizer | None) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
 
     objection = ""
-    if on_gpu:
-        objection = (
-            "structured_outputs: answers with a structure are made on a CPU so far; leave it out on a GPU"
-        )
-    elif tokenizer is None:
+    if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     return GuideCompiler(partial(vocabulary_of, tokenizer), objection)
 

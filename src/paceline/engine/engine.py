@@ -220,6 +220,9 @@ class Engine:
             self._submit(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
             self._wait()
+        # What guides allow depends on all tokens before: no step goes behind one that has not been supplied.
+        while self._in_flight and self._in_flight[-1].guides:
+            self._wait()
         return self.scheduler.take_events()
 
     def drain(self) -> StepEvents:

@@ -5,22 +5,27 @@ llguidance never raises for a grammar or a token: a matcher that cannot continue
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.core.guide import Mask
+from paceline.core.guide import Guide, Mask
 from paceline.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MISSING = "structured_outputs need llguidance, which is not installed: pip install llguidance"
 GRAMMAR_ERROR, TOO_COMPLEX = "grammar_error", "grammar_too_complex"
 LONGEST_REASON = 300
+Masks = NDArray[np.uint32]  # [guides, words]
+_EVERYTHING = 0xFFFFFFFF
 _LIMITS = ("ParserTooComplex", "LexerTooComplex")
 
 
@@ -86,52 +91,81 @@ def reason_of(matcher: LLMatcher) -> str:
 class Matcher:
     """A grammar, as far as an answer has followed it."""
 
-    __slots__ = ("_failed", "_matcher", "_vocabulary")
+    __slots__ = ("_failed", "_vocabulary", "matcher")
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._vocabulary = vocabulary
-        self._failed = matcher.is_error()
+        self._failed: bool = matcher.is_error()
 
     @property
     def is_over(self) -> bool:
-        return not self._failed and self._matcher.is_stopped()
+        return not self._failed and self.matcher.is_stopped()
 
     @property
     def error(self) -> str:
         if not self._failed:
             return ""
-        return TOO_COMPLEX if self._matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
+        return TOO_COMPLEX if self.matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
+
+    def look(self) -> bool:
+        """Whether it has failed, after something was asked of `matcher`."""
+        self._failed = self.matcher.is_error()
+        return self._failed
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Nothing can be consumed behind the end: what was on its way there is dropped."""
         for token in tokens:
-            if self._failed or self._matcher.is_stopped():
+            if self._failed or self.matcher.is_stopped():
                 return
-            self._failed = not self._matcher.consume_token(token)
+            self._failed = not self.matcher.consume_token(token)
 
     def mask(self) -> Mask:
         mask: Mask = np.zeros(self._vocabulary.num_words, np.uint32)
         if not self._failed:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._failed = self._matcher.is_error()
-            if self._failed:
+            self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self.look():
                 mask[:] = 0
         return mask
 
     def forced(self) -> list[int]:
-        if self._failed or self._matcher.is_stopped():
+        if self._failed or self.matcher.is_stopped():
             return []
-        return list(self._matcher.compute_ff_tokens())
+        return list(self.matcher.compute_ff_tokens())
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        return 0 if self._failed else int(self._matcher.validate_tokens(list(tokens)))
+        return 0 if self._failed else int(self.matcher.validate_tokens(list(tokens)))
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._vocabulary)
+        return Matcher(self.matcher.deep_copy(), self._vocabulary)
 
     def end_reasoning(self) -> bool:
         return False
+
+
+def fill_masks(guides: Sequence[Guide], into: Masks) -> None:
+    """What each guide allows now, a row each; those of grammars are computed side by side, without Python's lock."""
+    matchers = []
+    for place, guide in enumerate(guides):
+        if isinstance(guide, Matcher) and not guide.error:
+            matchers.append((guide.matcher, place))
+            continue
+        mask = guide.mask()
+        into[place] = _EVERYTHING if mask is None else mask
+    if matchers:
+        _executor().unsafe_compute_mask_ptr(matchers, into.ctypes.data, into.strides[0], len(into))
+        for _, place in matchers:
+            guide = guides[place]
+            assert isinstance(guide, Matcher)
+            if guide.look():
+                into[place] = 0
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(max(1, (os.cpu_count() or 1) - 2))
 
 
 class _Encoder:

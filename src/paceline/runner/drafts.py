@@ -320,8 +320,8 @@ def follow_guides(
         else:
             found = tokens[number, :before].tolist()
             found = found[: guide.accepts(found)]
-        if found and _is_over_behind(guide, found):
-            found.pop()  # the last token is drawn: nothing is drawn behind it
+        while found and _is_over_behind(guide, found):
+            found.pop()  # the last token of a structure is drawn: nothing is drawn behind it
         tokens[number, : len(found)] = found
         counts[number] = len(found)
         left += before - len(found)

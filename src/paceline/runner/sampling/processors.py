@@ -151,7 +151,7 @@ def uses_penalties(params: SamplingParams) -> bool:
 def always_needs_rules(params: SamplingParams) -> bool:
     """Whether the row has rules at every position; `min_tokens` alone ends at a known one."""
     lists = params.allowed_token_ids is not None or bool(params.bad_words) or bool(params.logit_bias)
-    return lists or uses_penalties(params) or params.structured_outputs is not None
+    return lists or uses_penalties(params)
 
 
 # Which tokens stay in the draw: min-p, top-k and top-p, each as a lowest logit that is kept.

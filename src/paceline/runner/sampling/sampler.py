@@ -273,7 +273,8 @@ class Sampler:
         After a preemption the others are the output so far: they count as output here too.
         """
         self._last_wanted = None
-        has_rules = always_needs_rules(params)
+        # What a guide allows is a rule too: it comes with each step.
+        has_rules = always_needs_rules(params) or params.structured_outputs is not None
         self._parameters.write(row, params, num_prompt, has_rules)
         self._rules.pop(row, None)
         if has_rules or params.min_tokens > 0:
