@@ -22,9 +22,9 @@ def test_there_are_enough_forms() -> None:
 @pytest.mark.parametrize(
     ("clients", "drafts", "blocks", "rounds"),
     [
-        pytest.param(16, "auto", 80, 1, id="drafts and preemption"),
+        pytest.param(16, "auto", 36, 1, id="drafts and preemption"),
         pytest.param(3, "off", 200, 1, id="plain"),
-        pytest.param(16, "auto", 80, 8, id="many", marks=pytest.mark.campaign),
+        pytest.param(16, "auto", 36, 8, id="many", marks=pytest.mark.campaign),
         pytest.param(1, "auto", 200, 3, id="alone", marks=pytest.mark.campaign),
     ],
 )
