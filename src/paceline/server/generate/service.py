@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
+from paceline.guide.check import FIELD
 from paceline.guide.door import Door
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader
 from paceline.models.files.sampling_defaults import GenerationDefaults
@@ -356,7 +357,8 @@ class Service:
             return ()
         field = body.structure_field
         # What is not asked for by such a field, this server has written.
-        return await self._door.check(structure, field, control_tokens=field not in STRUCTURE_FIELDS)
+        is_own = field not in STRUCTURE_FIELDS
+        return await self._door.check(structure, field or FIELD, control_tokens=is_own)
 
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
         if body.messages is not None:
