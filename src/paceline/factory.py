@@ -534,10 +534,10 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(partial(_vocabulary, tokenizer), objection, originals=originals)
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
-def _vocabulary(tokenizer: Tokenizer | None) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
     from paceline.guide.matcher import Vocabulary
 
     table = None if tokenizer is None else tokenizer.table

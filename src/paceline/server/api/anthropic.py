@@ -11,6 +11,7 @@ import msgspec
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.models.files.sampling_defaults import chat_sampling
+from paceline.server.api import structures
 from paceline.server.api.fields import (
     FLAG,
     Field,
@@ -86,7 +87,8 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         *tool_fields({"type": "none"}, {"type": "auto"}, '{"type": "none"}'),
         only("thinking", {"type": "disabled"}),
         only("mcp_servers", []),
-        *unsupported("container", "context_management", "output_format"),
+        *structures.anthropic_fields(),
+        *unsupported("container", "context_management"),
     ]
 
 

@@ -11,6 +11,7 @@ import msgspec
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.models.files.sampling_defaults import chat_sampling
+from paceline.server.api import structures
 from paceline.server.api.fields import (
     Field,
     FieldTable,
@@ -48,11 +49,6 @@ from paceline.server.generate.service import Service
 
 RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
-TEXT_ONLY: tuple[object, ...] = (
-    {"format": {"type": "text"}},
-    {},
-    {"format": {"type": "text"}, "verbosity": "medium"},
-)
 
 
 def responses_table(limits: RequestLimits) -> FieldTable:
@@ -69,7 +65,7 @@ def responses_table(limits: RequestLimits) -> FieldTable:
             *client_fields(limits),
             without_effect("stream_options", shaped((dict,), "an object")),
             without_effect("max_tool_calls", whole(0, LARGEST)),
-            only("text", *TEXT_ONLY),
+            *structures.responses_fields(),
             *tool_fields("none", "auto", '"none"'),
             only("include", []),
             only("truncation", "disabled"),
@@ -125,7 +121,7 @@ class Response:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (self._given.get("text") or {}),
             "tool_choice": "auto",
             "tools": [],
             "top_p": sampling.top_p,
