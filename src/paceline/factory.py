@@ -34,6 +34,7 @@ from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.kv.block_pool import BlockPool
@@ -117,7 +118,7 @@ def build_engine(
         checker = make_checker(scheduler)
     elif config.check_every:
         checker = SampledChecker(scheduler, config.check_every, _log_violation)
-    return Engine(
+    engine = Engine(
         scheduler,
         runner,
         clock=clock,
@@ -126,8 +127,9 @@ def build_engine(
         recorder=_recorders(config, recorder, about or {}),
         checker=checker,
         ring=DecisionRing(config.decision_ring),
-        guide_maker=guide_maker,
     )
+    engine.guides = Guides(scheduler, guide_maker)
+    return engine
 
 
 def _recorders(

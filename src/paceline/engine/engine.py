@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.audit.ring import DecisionRing
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, Forecast, StepEvents
-from paceline.core.guide import Guide, GuideMaker
+from paceline.core.guide import Guide
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
@@ -68,7 +68,6 @@ class Engine:
         recorder: StepRecorder | None = None,
         checker: StepChecker | None = None,
         ring: DecisionRing | None = None,
-        guide_maker: GuideMaker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
@@ -82,7 +81,7 @@ class Engine:
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
         self.watcher: StepWatcher | None = None  # None, most of the time
-        self.guides = Guides(scheduler, guide_maker)
+        self.guides = Guides(scheduler, None)
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
