@@ -138,5 +138,5 @@ def test_an_engine_without_a_maker_refuses_structures() -> None:
     config = engine_config()
     engine = build_engine(config, FakeRunner(config))
     with pytest.raises(InvalidRequest, match="not available on this engine"):
-        engine.add([1], SamplingParams(structured_outputs={"regex": "a"}))
+        engine.add([1], SamplingParams(structured_outputs=Structure.of({"regex": "a"})))
     assert not engine.has_requests
