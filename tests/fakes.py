@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from paceline.config.engine import Capacity, EngineConfig
+from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,
     DRAFT_KINDS,
@@ -30,6 +32,7 @@ from paceline.core.plan import (
     Swaps,
 )
 from paceline.core.sampling import SamplingParams
+from paceline.core.structure import Structure
 from paceline.scheduler.invariants import InvariantViolation
 
 VOCAB = 1 << 20
@@ -49,12 +52,89 @@ class DeviceFault(RuntimeError):
     """An injected failure of a whole step."""
 
 
+class FakeGuide:
+    """Allows one token of sixteen, at some places one only, and is over after a number of tokens.
+
+    Its structure is a pattern "salt:length"; one whose salt is a multiple of 40 breaks at its fourth token.
+    """
+
+    def __init__(self, source: str, count: int = 0) -> None:
+        self._source = source
+        self._salt, self._length = map(int, source.split(":"))
+        self.count = count  # tokens so far
+        self.error = ""
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, count: int = 0) -> FakeGuide | None:
+        structure = sampling.structured_outputs
+        return None if structure is None else cls(structure.source, count)
+
+    @property
+    def is_over(self) -> bool:
+        return self.count >= self._length
+
+    @property
+    def left(self) -> int:
+        return self._length - self.count
+
+    @property
+    def breaks(self) -> bool:
+        return self._salt % 40 == 0 and self.count == 3
+
+    def choose(self, token: int) -> int:
+        """The token that is drawn where this one would be without a guide."""
+        if self.breaks:
+            self.error = "grammar_error"
+        if self.count % 8 < 3:
+            return (self._salt * 31 + self.count * PRIME) % VOCAB
+        return token - token % 16 + (self._salt + self.count) % 16
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        self.count += len(tokens)
+
+    def mask(self) -> None:
+        raise AssertionError("integers have no masks")
+
+    def forced(self) -> list[int]:
+        guide, found = self.copy(), []
+        while guide.count % 8 < 3 and not guide.breaks:
+            found.append(guide.choose(0))
+            guide.consume((0,))
+        return found
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        guide = self.copy()
+        for token in tokens:
+            if guide.breaks or guide.choose(token) != token:
+                break
+            guide.consume((token,))
+        return guide.count - self.count
+
+    def copy(self) -> FakeGuide:
+        return FakeGuide(self._source, self.count)
+
+    def end_reasoning(self) -> bool:
+        return False
+
+
+class FakeGuideMaker:
+    """Makes guides, sometimes only when it has been asked again."""
+
+    objection = ""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def take(self, structure: Structure) -> FakeGuide | None:
+        return None if self._rng.random() < 0.3 else FakeGuide(structure.source)
+
+
 def reference_output(
-    prompt: list[int], sampling: SamplingParams, at_most: int | None = None
+    prompt: list[int], sampling: SamplingParams, at_most: int | None = None, seen: int = 0
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
-    With `at_most`, no more than that number of tokens of it.
+    With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
     """
     value = 0
     for token in prompt:
@@ -62,11 +142,17 @@ def reference_output(
     seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
     output: list[int] = []
     limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)
+    guide = FakeGuide.of(sampling, seen)
     while len(output) < limit:
         token = (((value ^ seed) * PRIME) & MASK) >> 44  # 20 bits: below VOCAB
+        if guide is not None:
+            token = guide.choose(token)
+            guide.consume((token,))
         output.append(token)
         if token < stop_below:
             return output, "stop"
+        if guide is not None and guide.is_over:
+            return output, "length" if len(output) == sampling.max_tokens else "stop"
         value = (value * PRIME + token + 1) & MASK
     return output, "length"
 
@@ -107,6 +193,8 @@ class _Row:
     limit: int = 0
     seed: int = 0
     stop_below: int = 0
+    is_guided: bool = False
+    guide: FakeGuide | None = None  # a copy, of the step that is computed
     ended: bool = False
     tables: list[list[int]] = field(default_factory=list)
     kv: list[tuple[list[int], list[list[int]]]] = field(
@@ -134,6 +222,7 @@ class FakeRunner:
         self._host: list[dict[int, list[int]]] = [{} for _ in config.kv.groups]
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
+        self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -142,6 +231,7 @@ class FakeRunner:
         self._kv = [[[POISON] * self._size for _ in range(blocks)] for blocks in self._num_blocks]
         self._copies: list[_Copy] = []
         self._queue.clear()
+        self.guides.clear()
         self._done.clear()
         self._next_seq = seq + 1
 
@@ -233,6 +323,7 @@ class FakeRunner:
                 limit=int(joins.limit[at]),
                 seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
+                is_guided=sampling.structured_outputs is not None,
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
             )
@@ -260,6 +351,9 @@ class FakeRunner:
 
     def _compute(self, plan: StepPlan, tickets: list[int]) -> StepResult:
         rows = self._rows
+        guides = self.guides.pop(plan.seq, {})
+        for number, guide in guides.items():
+            rows[number].guide = guide  # type: ignore[assignment]
         guesses = self._guess(plan) if plan.draft_width else {}
         work = [(number, rows[number], 1 + len(guesses.get(number, ()))) for number in self._decoding]
         if len(plan.spans.row):
@@ -280,6 +374,8 @@ class FakeRunner:
                 more[place] = tokens
             else:
                 outcomes += self._advance(row, num)
+        for number in guides:
+            rows[number].guide = None
         columns = np.array(outcomes, np.int32)
         drawn = columns[2::5, None]
         if plan.draft_width:
@@ -317,10 +413,18 @@ class FakeRunner:
                 continue
             drafts: list[int] = []
             value = row.hashes[-1]
+            guide = row.guide.copy() if row.guide is not None else None
             for _ in range(most if rng.random() < 0.6 else rng.randint(1, most)):
                 token = (((value ^ row.seed) * PRIME) & MASK) >> 44
+                if guide is not None:
+                    token = guide.choose(token)
+                    guide.consume((token,))
                 drafts.append(token if rng.random() < self.faults.right_drafts else rng.randrange(VOCAB))
                 value = (value * PRIME + drafts[-1] + 1) & MASK
+            if row.guide is not None:  # nothing is drawn behind the end of a structure
+                drafts = drafts[: min(row.guide.accepts(drafts), row.guide.left - 1)]
+                if not drafts:
+                    continue
             guesses[number] = drafts
             left -= len(drafts)
         return guesses
@@ -381,6 +485,8 @@ class FakeRunner:
         if end < len(tokens):
             return _MASKED
         token = (((value ^ row.seed) * PRIME) & MASK) >> 44  # as the reference has it
+        if row.is_guided:
+            token = self._guided(row, token)
         tokens.append(token)
         hashes.append((hashes[-1] * PRIME + token + 1) & MASK)
         end += 1
@@ -393,6 +499,15 @@ class FakeRunner:
             row.ended = True
             return token, 1, AT_LENGTH
         return token, 1, RUNNING_ON
+
+    def _guided(self, row: _Row, token: int) -> int:
+        guide = row.guide
+        if guide is None:
+            raise InvariantViolation("G1", "a row draws without its guide")
+        token = guide.choose(token)
+        row.guide = guide.copy()  # the engine's own moves on when the token is delivered
+        row.guide.consume((token,))
+        return token
 
     # -- the shadow ----------------------------------------------------------------------------------------
 
@@ -468,6 +583,9 @@ class _Pending:
     def __init__(self, runner: FakeRunner, seq: int) -> None:
         self._runner = runner
         self._seq = seq
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        self._runner.guides[self._seq] = guides
 
     def wait(self) -> StepResult:
         return self._runner.finish_until(self._seq)

@@ -27,6 +27,7 @@ from paceline.config.engine import (
 from paceline.config.options import pick
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
+from paceline.core.guide import GuideMaker
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import BothRecorders, StepRecorder
@@ -34,7 +35,7 @@ from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
@@ -48,6 +49,7 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
+    from paceline.guide.matcher import Vocabulary
     from paceline.models.files.open import Checkpoint
     from paceline.runner.cpu import StepCompute
     from paceline.text.tokenizer import Tokenizer
@@ -102,10 +104,11 @@ def build_engine(
     make_pool: Callable[..., BlockPool] = BlockPool,
     make_checker: Callable[[Scheduler], StepChecker] | None = None,
     about: Mapping[str, object] | None = None,
+    guide_maker: GuideMaker | None = None,
 ) -> Engine:
     """An engine around `runner`. Without `hooks` it makes prefix keys from token ids; without `make_checker`
     it checks the invariants every `config.check_every` steps and logs what it finds. `about` goes into the header of
-    a run log."""
+    a run log. Without `guide_maker` no answer can be given a structure."""
     clock = clock if clock is not None else MonotonicClock()
     hooks = hooks if hooks is not None else PrefixKeyHooks(KeyMaker(config.kv.block_size))
     scheduler = build_scheduler(config, clock, hooks, policy=policy, make_pool=make_pool)
@@ -123,6 +126,7 @@ def build_engine(
         recorder=_recorders(config, recorder, about or {}),
         checker=checker,
         ring=DecisionRing(config.decision_ring),
+        guide_maker=guide_maker,
     )
 
 
@@ -225,7 +229,13 @@ def load_model(
         built = _on_cpu(model, given, checkpoint, ends, pulse, free, on_progress)
     config, runner, hardware, notices, cpu_work = built
     return LoadedModel(
-        engine=build_engine(config, runner, recorder=recorder, about={"runner": hardware.runner}),
+        engine=build_engine(
+            config,
+            runner,
+            recorder=recorder,
+            about={"runner": hardware.runner},
+            guide_maker=_guide_maker(tokenizer),
+        ),
         config=config,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
@@ -512,6 +522,34 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     if model.tokenizer is None:
         return Tokenizer.from_checkpoint(checkpoint)
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
+
+
+def _guide_maker(tokenizer: Tokenizer | None) -> GuideMaker:
+    """What makes guides of structures: nothing is read or loaded before the first of them."""
+    from paceline.guide.compile import GuideCompiler
+
+    objection = ""
+    if tokenizer is None:
+        objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
+    return GuideCompiler(partial(_vocabulary, tokenizer), objection)
+
+
+def _vocabulary(tokenizer: Tokenizer | None) -> Vocabulary:
+    from paceline.guide.matcher import Vocabulary
+
+    table = None if tokenizer is None else tokenizer.table
+    if tokenizer is None or table is None:
+        raise InvalidRequest(
+            "structured_outputs: the tokens of this model have no bytes of their own",
+            param="structured_outputs",
+        )
+    return Vocabulary(
+        bytes_of=table.bytes_of,
+        control=tokenizer.control_tokens,
+        special_ids=frozenset(tokenizer.special_ids),
+        eos_token_ids=tokenizer.eos_token_ids,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )
 
 
 def _log_violation(violation: InvariantViolation) -> None:

@@ -6,7 +6,7 @@ would take it for a failing request; the world has it raised before anything tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Expectation:
     sampling: SamplingParams
     tenant: str
     tokens: list[int] = field(default_factory=list)
+    seen: int = 0  # tokens of the prompt that its guide has seen
     stop_at: int | None = None  # a stop string ends it after this number of tokens
     deadline_s: float | None = None
     told: set[str] = field(default_factory=set)  # details its ending may carry, by what was done to it
@@ -157,7 +158,7 @@ class BatchWatch:
             rows = self._scheduler.state.rows
             self._running = set(rows.request_id[np.flatnonzero(rows.live)].tolist())
 
-    def after_step(self, finished: tuple[Finished, ...]) -> None:
+    def after_step(self, finished: Sequence[Finished]) -> None:
         if not self._padded or not any(
             f.reason in (FinishReason.STOP, FinishReason.LENGTH) for f in finished
         ):

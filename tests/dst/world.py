@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 from paceline.config.engine import EngineConfig
@@ -17,6 +18,7 @@ from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.core.structure import Structure
 from paceline.errors import InvalidTransition
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
@@ -28,7 +30,7 @@ from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
 from tests.dst.settings import draw_config, draw_drafts, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
-from tests.fakes import VOCAB, DeviceFault, Faults, reference_output
+from tests.fakes import VOCAB, DeviceFault, FakeGuide, FakeGuideMaker, Faults, reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
 ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache
@@ -45,6 +47,8 @@ class World:
         drafts: bool = True,
     ) -> None:
         """`drafts`: False: it makes none, whatever the seed says."""
+        self.guide_rng = random.Random(seed + 13)
+        self.guided_share = self.guide_rng.choice((0.0, 0.0, 0.0, 0.2, 0.6))
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
@@ -74,6 +78,7 @@ class World:
             recorder=self.coverage,
             make_pool=self.shortage.make_pool,
             make_checker=self._make_checker,
+            guide_maker=FakeGuideMaker(self.guide_rng),
         )
         if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
@@ -83,6 +88,7 @@ class World:
         self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}
         self.live: dict[int, Expectation] = {}
+        self.blocked: set[int] = set()  # those that ever waited for something, but for a guide
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
@@ -133,7 +139,11 @@ class World:
         finally:
             self._raise_first()
         self.runner.check_distrusted()
-        self.batches.after_step(events.finished)
+        # A structure that is complete ends as a stop string does: at once, in every mode.
+        by_themselves = [
+            f for f in events.finished if self.clients[f.request].sampling.structured_outputs is None
+        ]
+        self.batches.after_step(by_themselves)
         self._receive(events)
         self._check_deadlines()
         self._pass_time()
@@ -161,7 +171,7 @@ class World:
         for request in list(scheduler.state.requests.values()):
             if request.state is RequestState.PAUSED:
                 scheduler.resume(request.id)
-            elif request.state is RequestState.BLOCKED:
+            elif request.id in self.blocked:
                 scheduler.unblock(request.id)
         while self.engine.has_requests or not self.engine.is_idle:
             self.step()
@@ -233,11 +243,11 @@ class World:
         got = client.tokens
         by_itself = ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
-            expected, reason = reference_output(client.prompt, client.sampling)
+            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
         else:  # it was ended: what it got is a beginning
-            expected, reason = reference_output(client.prompt, client.sampling, len(got))
+            expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen)
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
         if ending.num_output != (len(got) if client.stop_at is None else client.stop_at):
@@ -249,6 +259,12 @@ class World:
             client.told.add("internal_error")
         if self.runner.nan_rows:
             client.told.add("numerical_error")
+        guide = FakeGuide.of(client.sampling, client.seen + len(client.tokens))
+        if guide is not None:
+            self.coverage.counts["structure broken"] += ending.detail == "grammar_error"
+            self.coverage.counts["structure complete"] += guide.is_over
+            if guide.breaks:
+                client.told.add("grammar_error")
 
     # -- traffic -------------------------------------------------------------------------------------------
 
@@ -298,6 +314,7 @@ class World:
             seed=rng.randrange(1 << 40),
             stop_token_ids=(int(VOCAB * traffic.stop_chance),) if traffic.stop_chance else (),
         )
+        sampling = self._perhaps_guided(sampling)
         tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
         self.shortage.now = False
         before = self.admissions.state()
@@ -315,6 +332,13 @@ class World:
         self._check_queue()
         for rid in ids:
             self._expect(rid, prompt, tenant)
+
+    def _perhaps_guided(self, sampling: SamplingParams) -> SamplingParams:
+        rng = self.guide_rng
+        if rng.random() >= self.guided_share:
+            return sampling
+        source = f"{rng.randrange(1000)}:{rng.choice((1, 2, 4, 9, 20, 60))}"
+        return replace(sampling, structured_outputs=Structure(kind="regex", source=source))
 
     def _flood(self) -> None:
         for _ in range(self.config.scheduler.max_queue - len(self.engine.scheduler.state.queue) + 2):
@@ -373,8 +397,10 @@ class World:
             self._check_refusal(before)
             return
         self._check_queue()
+        parent = self.clients[request.id]
         for rid in ids:
-            self._expect(rid, tokens, self.clients[request.id].tenant)
+            self._expect(rid, tokens, parent.tenant)
+            self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
 
     def _prune(self) -> None:
         state = self.engine.scheduler.state
@@ -404,7 +430,7 @@ class World:
     def _block(self) -> None:
         scheduler = self.engine.scheduler
         for blocked in list(scheduler.state.requests.values()):
-            if blocked.state is RequestState.BLOCKED and self.rng.random() < 0.5:
+            if blocked.id in self.blocked and self.rng.random() < 0.5:
                 scheduler.unblock(blocked.id)
         request = self._pick(RequestState.WAITING)
         if request is not None:
@@ -412,6 +438,7 @@ class World:
             if deadline is not None:
                 self.live[request.id].told.add("grammar_timeout")
             scheduler.block(request.id, BlockReason.GRAMMAR, deadline)
+            self.blocked.add(request.id)
 
     def _reprioritize(self) -> None:
         request = self._pick()

@@ -147,6 +147,8 @@ class Rule(StrEnum):
     DEADLINE = "deadline"  # change too: it was given one, or none
     PRUNED = "pruned"
     NUMERICAL_ERROR = "numerical_error"
+    GRAMMAR_ERROR = "grammar_error"  # its answer cannot follow its structure
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
     INTERNAL_ERROR = "internal_error"
     ENGINE_FAILED = "engine_failed"
     # refuse

@@ -126,6 +126,14 @@ class FinishRequest(Input):
     num_output: int
 
 
+@_logged_as("fail")
+class FailRequest(Input):
+    """Something outside the step loop that a request needs has failed."""
+
+    request: RequestId
+    detail: str
+
+
 @_logged_as("priority")
 class SetPriority(Input):
     request: RequestId

@@ -7,7 +7,7 @@ block appends, swap-outs, block copies, swap-ins, then the computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.fast import value
+from paceline.core.guide import Guide
 from paceline.core.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
@@ -220,6 +221,11 @@ class StepResult(NamedTuple):
 
 class Pending(Protocol):
     """A submitted step. Its result exists only once `wait` returns."""
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        """The guides of the step's rows, which stand behind the tokens of the steps before. Called once, before
+        `wait`, where a row has one."""
+        ...
 
     def wait(self) -> StepResult: ...
 

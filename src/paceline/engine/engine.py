@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from paceline.audit.ring import DecisionRing
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, Forecast, StepEvents
+from paceline.core.guide import Guide, GuideMaker
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
@@ -32,6 +33,7 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.engine.guides import Guides
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
 from paceline.scheduler.scheduler import Scheduler
 
@@ -48,6 +50,8 @@ class StepInFlight:
     t_plan: float
     inputs: Inputs
     decisions: Sequence[Decision]
+    # Of its rows, by row; None: they have been supplied, or there are none.
+    guides: dict[int, Guide] | None = None
 
 
 class Engine:
@@ -64,6 +68,7 @@ class Engine:
         recorder: StepRecorder | None = None,
         checker: StepChecker | None = None,
         ring: DecisionRing | None = None,
+        guide_maker: GuideMaker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
@@ -77,6 +82,7 @@ class Engine:
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
         self.watcher: StepWatcher | None = None  # None, most of the time
+        self.guides = Guides(scheduler, guide_maker)
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -108,9 +114,12 @@ class Engine:
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s, branch.needs_host = due_s, needs_host
+        guide = self.guides.check(sampling.structured_outputs)
         if self.on_forecast is not None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
         self.scheduler.add(branches)
+        if sampling.structured_outputs is not None:
+            self.guides.add(branches, guide)
         return [branch.id for branch in branches]
 
     def forecast(
@@ -180,6 +189,8 @@ class Engine:
             branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)
+        if sampling.structured_outputs is not None:
+            self.guides.add(branches, self.guides.of_parent(request_id))
         return [branch.id for branch in branches]
 
     def abort(self, request_id: RequestId) -> bool:
@@ -208,6 +219,9 @@ class Engine:
         if plan is not None:
             self._submit(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
+            self._wait()
+        # What guides allow depends on all tokens before: no step goes behind one that has not been supplied.
+        while self._in_flight and self._in_flight[-1].guides:
             self._wait()
         return self.scheduler.take_events()
 
@@ -245,6 +259,8 @@ class Engine:
                 self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 
     def _schedule(self) -> StepPlan | None:
+        if self.guides.is_compiling:
+            self.guides.let_in()
         plan = self.scheduler.schedule()
         if self.checker is not None:
             self.checker.after_schedule(plan)
@@ -262,8 +278,18 @@ class Engine:
             self._in_flight.append(StepInFlight(plan, _Failed(), t_plan, inputs, decisions))
             self._recover(error)
             return False
-        self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions))
+        guides = self.guides.of_rows() if self.guides else None
+        self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
+        if len(self._in_flight) == 1:
+            self._supply()
         return True
+
+    def _supply(self) -> None:
+        """Give the oldest step under way its guides: they stand behind all tokens before it now."""
+        step = self._in_flight[0]
+        if step.guides:
+            step.pending.supply(step.guides)
+            step.guides = None
 
     def _wait(self) -> None:
         step = self._in_flight[0]
@@ -274,10 +300,17 @@ class Engine:
             return
         self._in_flight.popleft()
         self._failures = 0
+        if self.guides:
+            self.guides.fail_broken()  # their tokens are not delivered
+        known = len(self.scheduler.state.events.tokens)
         self.scheduler.update(result)
+        if self.guides:
+            self.guides.advance(self.scheduler.state.events.tokens[known:])
         if self.checker is not None:
             self.checker.after_update(result)
         self._record(step, result)
+        if self._in_flight:
+            self._supply()
 
     def _recover(self, error: Exception) -> None:
         """No result will come for the steps under way: start over from a clean plan."""
@@ -339,6 +372,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 class _Failed:
     """The pending of a plan the runner refused."""
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        raise AssertionError("a refused plan has no rows")
 
     def wait(self) -> StepResult:
         raise AssertionError("a refused plan has no result")

@@ -13,6 +13,7 @@ from paceline.core.events import StepEvents
 from paceline.engine.engine import Engine
 
 LONGEST_NAP_S = 0.5
+COMPILING_NAP_S = 0.001  # while a structure is compiled
 
 
 class Stepper:
@@ -50,6 +51,8 @@ class Stepper:
             self._on_events(self._engine.scheduler.take_events())
 
     def _seconds_to_wakeup(self) -> float:
+        if self._engine.guides.is_compiling:
+            return COMPILING_NAP_S
         scheduler = self._engine.scheduler
         wakeup_s = scheduler.next_wakeup_s()
         return (

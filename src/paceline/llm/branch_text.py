@@ -22,7 +22,7 @@ DEADLINE = "deadline"  # the detail of an abort: its time was up
 class BranchText:
     """Brings one `CompletionOutput` up to date; its text is handed out in pieces and not kept here."""
 
-    __slots__ = ("_stop_ids", "_stream", "_tokenizer", "cut_at", "output")
+    __slots__ = ("_ends", "_stop_ids", "_stream", "_tokenizer", "cut_at", "output")
 
     def __init__(
         self, index: int, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], sampling: SamplingParams
@@ -33,6 +33,7 @@ class BranchText:
         self.cut_at: int | None = None  # the number of tokens after which a stop string ended the branch
         self._tokenizer = tokenizer
         self._stop_ids = sampling.stop_token_ids
+        self._ends = () if tokenizer is None else tokenizer.eos_token_ids
         self._stream: TextStream | None = None
         if tokenizer is not None and sampling.detokenize:
             self._stream = TextStream(tokenizer, prompt_ids, sampling)
@@ -49,7 +50,9 @@ class BranchText:
         output.token_ids += tokens
         if self._stream is None:
             return ""
-        text = self._stream.push(tokens, ends_with_stop_token=ends_with_stop_token)
+        # An answer whose structure is complete ends with a token of its text.
+        is_stop = ends_with_stop_token and (tokens[-1] in self._stop_ids or tokens[-1] in self._ends)
+        text = self._stream.push(tokens, ends_with_stop_token=is_stop)
         if self._stream.stopped_at is not None:
             self._cut(self._stream)
         return text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import EngineConfig
 from paceline.core.counters import CPUWork
+from paceline.core.guide import Guide, Mask, masks_along
 from paceline.core.plan import (
     AT_LENGTH,
     EMPTY,
@@ -32,7 +33,7 @@ from paceline.core.plan import (
 from paceline.core.pulse import Pulse
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch, make_batch
-from paceline.runner.drafts import Drafter, History, NgramDrafter
+from paceline.runner.drafts import Drafter, History, NgramDrafter, follow_guides
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 I32 = NDArray[np.int32]
@@ -113,6 +114,8 @@ class CPURunner:
             self._drafter = NgramDrafter(History() if drafts.method == "history" else None)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
+        self._guided: set[int] = set()  # rows whose tokens a guide allows
+        self._guides: dict[int, Mapping[int, Guide]] = {}  # of steps under way
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
@@ -134,6 +137,7 @@ class CPURunner:
         if not len(full.joins.row):
             self._kv.wipe()
         self._queue.clear()
+        self._guides.clear()
         self._done.clear()
         self._next_seq = full.seq + 1
         self._rows = DeviceRows(self._config)
@@ -144,6 +148,9 @@ class CPURunner:
         self._next_seq += 1
         self._queue.append(plan)
         return CPUPending(self, plan.seq)
+
+    def supply(self, seq: int, guides: Mapping[int, Guide]) -> None:
+        self._guides[seq] = guides
 
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:
@@ -159,7 +166,8 @@ class CPURunner:
         self._apply(plan)
         tickets = self._move_blocks(plan)
         rows = self._rows
-        drafts = self._drafts(plan)
+        guides = self._guides.pop(plan.seq, {})
+        drafts, is_forced = self._drafts(plan, guides)
         batch = make_batch(rows, plan, self._kv.block_size, drafts)
         at = batch.rows
         verified: Index | None = None
@@ -170,16 +178,19 @@ class CPURunner:
         places = _Places.of(batch, due, verified)
         good, settled = self._forward(batch, places)
         finite = self._finite_rows(batch, good, verified)
-        drawn = self._sample(batch, places, finite, good, settled, plan.draft_width)
+        masks = self._masks(batch, places, guides) if self._guided else None
+        drawn = self._sample(batch, places, finite, good, settled, plan.draft_width, masks)
         logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
         if verified is not None:  # of drafts, those that were right
             rows.computed[at] -= np.where(batch.masked, 0, verified - np.maximum(drawn.count - 1, 0))
         tally = None
         if self._drafter is not None and len(due):
-            self._drafter.observe(
-                rows, at[due], drawn.count[due], None if verified is None else verified[due]
-            )
+            guessed = verified
+            if verified is not None and is_forced is not None:  # what had to come says nothing of guesses
+                guessed = verified.copy()
+                guessed[: len(is_forced)][is_forced] = 0
+            self._drafter.observe(rows, at[due], drawn.count[due], None if guessed is None else guessed[due])
             tally = self._drafter.take_tally()
         return StepResult(
             seq=plan.seq,
@@ -196,11 +207,35 @@ class CPURunner:
             drafts=tally,
         )
 
-    def _drafts(self, plan: StepPlan) -> tuple[Index, Index] | None:
-        """Guessed tokens of the decoding rows, and how many of each."""
+    def _drafts(
+        self, plan: StepPlan, guides: Mapping[int, Guide]
+    ) -> tuple[tuple[Index, Index] | None, Bool | None]:
+        """Guessed tokens of the decoding rows, and how many of each; then which rows have drafts that must come."""
         if self._drafter is None:
-            return None
-        return self._drafter.propose(self._rows, plan, np.flatnonzero(self._rows.decoding))
+            return None, None
+        at = np.flatnonzero(self._rows.decoding)
+        drafts = self._drafter.propose(self._rows, plan, at)
+        if not guides or not plan.draft_width:
+            return drafts, None
+        return follow_guides(guides, self._rows, plan, at, drafts)
+
+    def _masks(
+        self, batch: FlatBatch, places: _Places, guides: Mapping[int, Guide]
+    ) -> dict[int, Mask | None]:
+        """What the guides of rows that get a token allow there and behind their drafts, by place."""
+        rows, masks = self._rows, {}
+        for first in places.firsts.tolist():
+            row = int(batch.rows[places.row[first]])
+            if row not in self._guided:
+                continue
+            count = 0
+            while places.has_next is not None and places.has_next[first + count]:
+                count += 1
+            start = int(rows.num_tokens[row])
+            drafts = rows.tokens[row, start : start + count].tolist()
+            for place, mask in enumerate(masks_along(guides[row], drafts), first):
+                masks[place] = mask
+        return masks
 
     def _apply(self, plan: StepPlan) -> None:
         if self._drafter is not None:
@@ -210,6 +245,9 @@ class CPURunner:
         for row, sampling in zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True):
             known = self._rows.tokens[row, : self._rows.num_tokens[row]].astype(np.int32)
             self._broken.discard(row)
+            self._guided.discard(row)
+            if sampling.structured_outputs is not None:
+                self._guided.add(row)
             if self._drafter is not None:
                 self._drafter.join(self._rows, row)
             try:
@@ -281,6 +319,7 @@ class CPURunner:
         good: Bool,
         settled: Settled | None,
         width: int,
+        masks: dict[int, Mask | None] | None,
     ) -> _Drawn:
         """Draw a token for every row that is due, and write it into the row; where it is the row's first draft, draw
         the next, and so on."""
@@ -295,7 +334,7 @@ class CPURunner:
             sampled = at[row]
             position = rows.num_tokens[sampled]
             own = None if settled is None else settled.of(here)
-            one = self._sampler.sample(logits, sampled, position, own, here)
+            one = self._sampler.sample(logits, sampled, position, own, here, masks)
             known = (one.tokens >= 0) & (one.tokens < self._compute.spec.vocab_size)
             finite[row] &= one.finite & known  # an unknown token must not reach the next step, or a client
             token = np.where(known, one.tokens, 0)
@@ -391,6 +430,9 @@ class CPUPending:
     def __init__(self, runner: CPURunner, seq: int) -> None:
         self._runner = runner
         self._seq = seq
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        self._runner.supply(self._seq, guides)
 
     def wait(self) -> StepResult:
         return self._runner.finish_until(self._seq)

@@ -13,15 +13,18 @@ hundred times that. Of the ring arrays of one size: it holds a million tokens, w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan
 from paceline.runner.device_rows import DeviceRows
 
 Index = NDArray[np.int64]
+Bool = NDArray[np.bool_]
 Counts = NDArray[np.int32] | NDArray[np.int64]
 
 THREE, SIX = 3, 6  # tokens of a text that are looked for in earlier ones
@@ -288,3 +291,44 @@ class NgramDrafter:
         tally = DraftTally(np.array(self._compared, np.int32), np.array(self._equal, np.int32))
         self._compared, self._equal, self._any = [0] * DRAFT_KINDS, [0] * DRAFT_KINDS, False
         return tally
+
+
+def follow_guides(
+    guides: Mapping[int, Guide],
+    rows: DeviceRows,
+    plan: StepPlan,
+    at: Index,
+    drafts: tuple[Index, Index] | None,
+) -> tuple[tuple[Index, Index] | None, Bool]:
+    """The drafts of the rows `at`, where those with a guide have what it forces, or of a guess what it allows; then
+    which rows have what is forced."""
+    is_forced = np.zeros(len(at), np.bool_)
+    if drafts is None:
+        drafts = np.zeros((len(at), plan.draft_width), np.int64), np.zeros(len(at), np.int64)
+    tokens, counts = drafts
+    left = plan.draft_tokens - int(counts.sum())
+    for number, row in enumerate(at.tolist()):
+        guide = guides.get(row)
+        if guide is None or rows.ended[row]:
+            continue
+        before = int(counts[number])
+        found = guide.forced()
+        if found:
+            is_forced[number] = True
+            room = int(rows.limit[row] - rows.num_tokens[row]) - 1
+            found = found[: max(0, min(room, plan.draft_width, left + before))]
+        else:
+            found = tokens[number, :before].tolist()
+            found = found[: guide.accepts(found)]
+        while found and _is_over_behind(guide, found):
+            found.pop()  # the last token of a structure is drawn: nothing is drawn behind it
+        tokens[number, : len(found)] = found
+        counts[number] = len(found)
+        left += before - len(found)
+    return (drafts if counts.any() else None), is_forced
+
+
+def _is_over_behind(guide: Guide, tokens: list[int]) -> bool:
+    trial = guide.copy()
+    trial.consume(tokens)
+    return trial.is_over

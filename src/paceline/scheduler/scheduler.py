@@ -154,6 +154,18 @@ class Scheduler:
         self._after_leaving()
         return True
 
+    def fail(self, request_id: RequestId, detail: str) -> bool:
+        """End a request with an error; what it computed is not shared."""
+        request = self.state.requests.get(request_id)
+        if request is None:
+            return False
+        self._input(inputs.FailRequest(request=request_id, detail=detail))
+        if request.row != NO_ROW:
+            self.state.kv.quarantine(request.row)
+        self.state.end(request, FinishReason.ERROR, detail)
+        self._after_leaving()
+        return True
+
     def fork(self, request_id: RequestId, branches: Sequence[Request]) -> None:
         """Add branches of a live request, all or none. Their tokens are the parent's, as far as delivered.
 

@@ -94,7 +94,8 @@ Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)
 _USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
 _FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
-_ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES)}
+_OF_GUIDES = (Rule.GRAMMAR_ERROR, Rule.GRAMMAR_TOO_COMPLEX)
+_ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES, *_OF_GUIDES)}
 FEWER_ROWS_S = 60.0  # how long there are fewer rows after memory ran out
 
 

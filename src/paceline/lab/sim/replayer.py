@@ -345,6 +345,7 @@ class _RecordedHooks:
 _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.AbortRequest: Scheduler.abort,
     inputs.FinishRequest: Scheduler.finish_at,
+    inputs.FailRequest: Scheduler.fail,
     inputs.SetPriority: Scheduler.set_priority,
     inputs.SetDeadline: Scheduler.set_deadline,
     inputs.SetPolicy: lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),

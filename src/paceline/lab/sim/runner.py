@@ -7,13 +7,14 @@ it may still get. Tokens are all zero, since they are never read. It decides not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.clock import ManualClock
+from paceline.core.guide import Guide
 from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, StepPlan, StepResult, StepTimes, StepWork
 from paceline.costs.model import CostModel, StepShape
 
@@ -170,6 +171,9 @@ class _Pending:
     def __init__(self, runner: TimedRunner, result: StepResult) -> None:
         self._runner = runner
         self._result = result
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        raise AssertionError("a simulated request has no guide")
 
     def wait(self) -> StepResult:
         return self._runner.complete(self._result)

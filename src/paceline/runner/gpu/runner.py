@@ -9,7 +9,7 @@ reference sampler, which makes their steps wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import EngineConfig
+from paceline.core.guide import Guide
 from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
@@ -52,19 +53,25 @@ from paceline.runner.sampling.sampler import prompt_logprobs
 _CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class GPUPending:
     """A submitted step."""
 
     seq: int
     batch: DeviceBatch
     ring: NDArray[np.int32]
-    done: Mark
+    done: Mark | None  # None: its tokens are drawn when the guides of its rows have come
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     logprobs: tuple[RowLogprobs, ...]
     started_s: float
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...]]]
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        if self.done is None:  # else no row with a guide gets a token in this step
+            self.done, self.logprobs = self.draw(guides)
 
     def wait(self) -> StepResult:
+        assert self.done is not None, "rows with guides draw when these have come"
         self.done.wait()
         batch = self.batch
         slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
@@ -102,6 +109,7 @@ def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0)
     return whole
 
 
+Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
@@ -181,7 +189,7 @@ class GPURunner:
     def _warm_up(self) -> None:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
-        self._sampler.warm_up()
+        self._sampler.warm_up(self._decoder.dtype)
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
             self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
@@ -205,7 +213,7 @@ class GPURunner:
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
-                self._compute(self._rows.dummy_batch(number, count))
+                self._run(self._rows.dummy_batch(number, count))
 
     # -- how long steps take -----------------------------------------------------------------------------------
 
@@ -225,7 +233,7 @@ class GPURunner:
         longest = self._config.scheduler.max_model_len - start
         number, count = spans_of(num_tokens - num_decode, longest)
         batch = self._rows.dummy_batch(number, count, start=start, num_decode=num_decode)
-        return self._seconds(lambda: self._compute(batch))
+        return self._seconds(lambda: self._run(batch))
 
     def byte_seconds(self) -> float:
         """How long a byte of keys and values takes to be read, as far as a copy tells that."""
@@ -272,22 +280,39 @@ class GPURunner:
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
-            logprobs = self._compute(batch)
             ring = self._ring[plan.seq % len(self._ring)]
-            if len(batch.decode) + len(batch.finishing):
-                ring.copy_(
-                    self._sampler.drawn, non_blocking=True
-                )  # whole: torch waits for a copy that has gaps
-            return GPUPending(
+            draw = self._compute(batch)
+            pending = GPUPending(
                 seq=plan.seq,
                 batch=batch,
                 ring=ring.numpy(),
-                done=self._queue.mark(),
+                done=None,
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
-                logprobs=logprobs,
+                logprobs=(),
                 started_s=started_s,
+                draw=partial(self._finish, ring, batch, draw),
             )
+            if not self._sampler.is_guided[batch.sampled].any():
+                pending.supply({})
+            return pending
+
+    def _finish(
+        self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
+    ) -> tuple[Mark, tuple[RowLogprobs, ...]]:
+        """Draw the tokens of a step, unless its graph has, and send them to the host."""
+        with self._queue.entered():
+            logprobs = () if draw is None else draw(guides)
+            if len(batch.decode) + len(batch.finishing):
+                # Whole: torch waits for a copy that has gaps.
+                ring.copy_(self._sampler.drawn, non_blocking=True)
+            return self._queue.mark(), logprobs
+
+    def _run(self, batch: DeviceBatch) -> None:
+        """Compute a batch without guides, to see how it goes."""
+        draw = self._compute(batch)
+        if draw is not None:
+            draw({})
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -309,35 +334,43 @@ class GPURunner:
                     known = rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
                 sampler.host.join(row, params, known, int(rows.num_prompt[row]))
 
-    def _compute(self, batch: DeviceBatch) -> tuple[RowLogprobs, ...]:
+    def _compute(self, batch: DeviceBatch) -> Draw | None:
+        """Compute a batch; returns what draws its tokens, or None where that is done."""
         rows, sampler = self._rows, self._sampler
         if not batch.num_tokens:
             rows.memory.send()
-            return ()
+            return None
         sampled = batch.sampled
         on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
         with_rules = bool(sampler.has_logit_rules[sampled].any())
-        if not len(batch.spans) and not batch.num_pad and not on_host:
+        is_guided = bool(sampler.is_guided[sampled].any())
+        if not len(batch.spans) and not batch.num_pad and not on_host and not is_guided:
             rows.memory.send()
             kind = DecodeKind(with_rules=with_rules, shared=bool(len(rows.sharing)) and not with_rules)
             decode = DecodeKey(slot_bucket(len(batch.decode), self.max_slots), kind)
             if not self._graphs.replay(decode):
                 self._decode_step(decode)
-            return ()
+            return None
         # In a bucket too: a product of a size that has not been seen loads its kernel then, and waits for the device.
         num_draws = slot_bucket(len(sampled), self.max_slots) if len(sampled) else 0
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch)
         found = self._prompt_logprobs(batch, hidden) if on_host else ()
-        if len(sampled):
-            slot_rows = rows.memory.column("sample_rows")[:num_draws]
-            logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:num_draws])
+        if not len(sampled):
+            return lambda guides: found
+        slot_rows = rows.memory.column("sample_rows")[:num_draws]
+        logits = self._decoder.logits(hidden, rows.memory.column("sample_tokens")[:num_draws])
+        positions = rows.num_tokens[sampled] - 1
+
+        def draw(guides: Mapping[int, Guide]) -> tuple[RowLogprobs, ...]:
+            masks = sampler.guide(logits, sampled, guides) if is_guided else None
             sampler.sample(logits, slot_rows, with_rules=with_rules)
-            if on_host:
-                found += sampler.sample_on_host(logits, sampled, rows.num_tokens[sampled] - 1)
+            more = sampler.sample_on_host(logits, sampled, positions, masks) if on_host else ()
             sampler.update(slot_rows, with_rules=with_rules)
-        return found
+            return found + more
+
+        return draw
 
     def _decode_step(self, key: DecodeKey) -> None:
         """A step in which all rows decode."""

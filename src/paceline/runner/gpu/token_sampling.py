@@ -7,15 +7,17 @@ reference sampler, and the device gets the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.guide import Guide, Mask
 from paceline.core.plan import RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
+from paceline.guide.matcher import fill_masks
 from paceline.runner.gpu.kernels.gumbel_sampling import (
     Candidates,
     SamplingColumns,
@@ -31,6 +33,7 @@ from paceline.runner.gpu.kernels.logit_rules import (
     allocate_rule_pool,
     apply_rules,
     fill_seen,
+    mask_logits,
     note_drawn,
 )
 from paceline.runner.gpu.kernels.step_rows import FORCED_STOP, MAX_STOP_IDS, DrawnTokens, update_rows
@@ -62,6 +65,12 @@ class DeviceSampler:
         self.host = Sampler(memory.num_rows, vocab_size, eos_token_ids)
         self.is_host: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self.has_logit_rules: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        words = (vocab_size + 31) // 32
+        # Filled for a step when the step before is done, and so is its copy to the device.
+        self._masks = torch.zeros(
+            memory.max_slots, words, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self._pool = allocate_rule_pool(PLACES, vocab_size, device)
         self._free = list(range(PLACES))
         self._places: dict[int, int] = {}  # by row
@@ -94,6 +103,7 @@ class DeviceSampler:
             has_rules = always_needs_rules(params) or params.min_tokens > 0
             is_host = self._is_for_host(params, len(ends), truncates, has_rules)
             self.is_host[row] = is_host
+            self.is_guided[row] = params.structured_outputs is not None
             self.has_logit_rules[row] = not is_host and (truncates or has_rules)
             stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
             cuts[index] = (0, 1, 0) if is_host else (max(params.top_k, 0), params.top_p, params.min_p)
@@ -116,9 +126,12 @@ class DeviceSampler:
         if counted:
             self._count_known(counted)
 
-    def warm_up(self) -> None:
-        """Launch what is launched beside a step's own kernels, for the dummy row, which has no rules."""
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Launch what is launched beside a step's own kernels, for the dummy row, which has no rules. `dtype`: of
+        logits."""
         self._count_known([self._memory.dummy_row])
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        mask_logits(logits, self._masks[:1].to(self._device), self._sent([0], torch.int32))
 
     def _count_known(self, rows: list[int]) -> None:
         memory = self._memory
@@ -132,6 +145,10 @@ class DeviceSampler:
     def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
         """Rows the device cannot sample. A new sampling parameter is listed here until it has a kernel."""
         if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
+            return True
+        # Lists may leave no token of those that a guide allows; then they yield, which only the host knows.
+        is_guided = params.structured_outputs is not None
+        if is_guided and (params.allowed_token_ids or params.bad_words or params.min_tokens):
             return True
         if has_rules:
             listed = len(params.allowed_token_ids or ()) + len(params.bad_words) + len(params.logit_bias)
@@ -197,14 +214,34 @@ class DeviceSampler:
         if with_rules:
             note_drawn(self._pool, self._rule_columns(slot_rows), drawn.token)
 
-    def sample_on_host(self, logits: Tensor, rows: I64, positions: I64) -> tuple[RowLogprobs, ...]:
-        """Tokens of the host's rows replace those the device drew; `rows` are those of `logits`."""
+    def guide(self, logits: Tensor, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
+        """Hide what the guides of rows do not allow, but for the host's rows; returns the masks of those, by place
+        among them."""
+        guided = np.flatnonzero(self.is_guided[rows])
+        on_device = guided[~self.is_host[rows[guided]]]
+        if len(on_device):
+            count = len(on_device)
+            fill_masks(
+                [guides[row] for row in rows[on_device].tolist()], self._masks[:count].numpy().view(np.uint32)
+            )
+            masks = self._masks[:count].to(self._device, non_blocking=True)
+            mask_logits(logits, masks, self._sent(on_device.tolist(), torch.int32))
+        hosts = np.flatnonzero(self.is_host[rows])
+        return {
+            place: guides[row].mask() for place, row in enumerate(rows[hosts].tolist()) if self.is_guided[row]
+        }
+
+    def sample_on_host(
+        self, logits: Tensor, rows: I64, positions: I64, masks: Mapping[int, Mask | None] | None = None
+    ) -> tuple[RowLogprobs, ...]:
+        """Tokens of the host's rows replace those the device drew; `rows` are those of `logits`. `masks`: what guides
+        allow, by place among the host's rows."""
         which = np.flatnonzero(self.is_host[rows])
         if not len(which):
             return ()
         places = torch.from_numpy(which).to(self._device)
         values = logits.index_select(0, places).float().cpu().numpy()
-        drawn = self.host.sample(values, rows[which], positions[which])
+        drawn = self.host.sample(values, rows[which], positions[which], masks=masks)
         finite = np.where(drawn.finite, np.where(drawn.stopped, FORCED_STOP, 1), 0).astype(np.uint8)
         tokens = np.where(drawn.finite, drawn.tokens, 0).astype(np.int32)
         self._chosen[places] = torch.from_numpy(tokens).to(self._device)

@@ -1,9 +1,9 @@
 """What changes a row's logits before a token is drawn: logit rules, then truncation (min-p, top-k, top-p).
 
-Logit rules apply to greedy rows too. Their order is vLLM's: allowed ids, bad words, min_tokens, logit bias, then the
-penalties. A `LogitRules` belongs to one owner of a row and is thrown away with it; only rows that use a rule have one.
-All arithmetic is float32, one rounding per operation. Costs are per row and per token seen, never per vocabulary entry,
-but for the allowed ids.
+Logit rules apply to greedy rows too. Their order is vLLM's: what a guide allows, allowed ids, bad words, min_tokens,
+logit bias, then the penalties. A `LogitRules` belongs to one owner of a row and is thrown away with it; only rows that
+use a rule have one. All arithmetic is float32, one rounding per operation. Costs are per row and per token seen, never
+per vocabulary entry, but for guides and allowed ids.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.guide import Mask
 from paceline.core.sampling import SamplingParams
 
 F32 = NDArray[np.float32]
@@ -37,18 +38,22 @@ class LogitRules:
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._penalties = Penalties(params, tokens, num_prompt) if uses_penalties(params) else None
 
-    def apply(self, logits: F32, position: int) -> None:
-        """Change one row's logits in place; `position` is that of the token to be chosen."""
+    def apply(self, logits: F32, position: int, mask: Mask | None = None) -> None:
+        """Change one row's logits in place; `position`: of the token to be chosen; `mask`: what a guide allows."""
+        if mask is not None:
+            logits[
+                ~np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
+            ] = OUT
         if self._allowed is not None:
             kept = logits[self._allowed]
             logits[:] = OUT
             logits[self._allowed] = kept
-        self._ban(logits, position)
+        self._ban(logits, position, is_guided=mask is not None)
         logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply(logits)
 
-    def _ban(self, logits: F32, position: int) -> None:
+    def _ban(self, logits: F32, position: int, *, is_guided: bool) -> None:
         """Bad words, and ends of the output before its time. What would leave no token at all is not banned."""
         banned = [] if self._bad_words is None else self._bad_words.banned()
         if position < self._stop_from:
@@ -57,7 +62,7 @@ class LogitRules:
             return
         before = logits[banned]
         logits[banned] = OUT
-        if self._allowed is None and len(banned) < len(logits):
+        if self._allowed is None and not is_guided and len(banned) < len(logits):
             return
         left = logits if self._allowed is None else logits[self._allowed]
         if left.max() == OUT:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.guide import Mask
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.runner.sampling.noise import LANES, MAX_NOISE, gumbel, key_of, lane_words, token_words
@@ -272,7 +273,8 @@ class Sampler:
         After a preemption the others are the output so far: they count as output here too.
         """
         self._last_wanted = None
-        has_rules = always_needs_rules(params)
+        # What a guide allows is a rule too: it comes with each step.
+        has_rules = always_needs_rules(params) or params.structured_outputs is not None
         self._parameters.write(row, params, num_prompt, has_rules)
         self._rules.pop(row, None)
         if has_rules or params.min_tokens > 0:
@@ -304,11 +306,12 @@ class Sampler:
         positions: I64,
         settled: Settled | None = None,
         places: I64 | None = None,
+        masks: Mapping[int, Mask | None] | None = None,
     ) -> Sampled:
         """The next token of each row; `positions[i]` is its index in the row's sequence.
 
         `logits` is float32 of shape [number, vocabulary] and may be changed; those of row i stand at `places[i]`, or
-        without places at i. Rows that are `settled` keep the token they have.
+        without places at i. Rows that are `settled` keep the token they have. `masks`: what guides allow, by place.
         """
         assert logits.dtype == np.float32 and logits.shape[1:] == (self._vocab_size,)
         # Logits near the largest float overflow to infinities that mean what they say: a token far out of reach.
@@ -316,13 +319,13 @@ class Sampler:
             if settled is None:
                 if places is not None and len(places) < len(logits):
                     logits = logits[places]
-                return self._sample(logits, rows, positions)
+                return self._sample(logits, rows, positions, places, masks)
             left = np.flatnonzero(~settled.is_settled)
             tokens, finite = settled.tokens.astype(np.int32), np.ones(len(rows), np.bool_)
             logprobs: tuple[RowLogprobs, ...] = ()
             if len(left):
                 own = left if places is None else places[left]
-                others = self._sample(logits[own], rows[left], positions[left])
+                others = self._sample(logits[own], rows[left], positions[left], own, masks)
                 tokens[left], finite[left], logprobs = others.tokens, others.finite, others.logprobs
             return Sampled(
                 tokens=tokens, finite=finite, stopped=self._stopped(tokens, finite, rows), logprobs=logprobs
@@ -332,7 +335,14 @@ class Sampler:
         stopped: Bool = finite & (self._parameters.stops[rows] == tokens[:, None]).any(axis=1)
         return stopped
 
-    def _sample(self, values: F32, rows: I64, positions: I64) -> Sampled:
+    def _sample(
+        self,
+        values: F32,
+        rows: I64,
+        positions: I64,
+        places: I64 | None,
+        masks: Mapping[int, Mask | None] | None,
+    ) -> Sampled:
         columns = self._parameters
         tokens = values.argmax(axis=1)  # a row's first NaN counts as its largest
         finite = np.isfinite(values[np.arange(len(rows)), tokens])
@@ -341,7 +351,8 @@ class Sampler:
         raw = {i: values[i].copy() for i in ruled.tolist() if reported[i]}
         for i in ruled.tolist():
             try:
-                self._rules[int(rows[i])].apply(values[i], int(positions[i]))
+                mask = None if masks is None else masks.get(i if places is None else int(places[i]))
+                self._rules[int(rows[i])].apply(values[i], int(positions[i]), mask)
             except Exception:
                 finite[i] = _given_up(rows[i])
                 continue

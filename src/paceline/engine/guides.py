@@ -1,0 +1,121 @@
+"""The guides of live requests: made when a request comes, moved on with its tokens, dropped with it.
+
+A request whose structure is still being compiled waits outside of the queue (BLOCKED, `grammar`). A guide whose
+structure is complete ends its request at that token; one that cannot continue ends it with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.events import Rule, TokenEvents
+from paceline.core.guide import Guide, GuideMaker
+from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
+from paceline.core.structure import Structure
+from paceline.errors import InvalidRequest
+from paceline.scheduler.scheduler import Scheduler
+
+COMPILE_S = 10.0  # until a request whose structure is not compiled gives up
+_logger = logging.getLogger("paceline")
+NO_MAKER = "structured_outputs: answers with a structure are not available on this engine"
+
+
+class Guides:
+    """The guides of one engine."""
+
+    def __init__(self, scheduler: Scheduler, maker: GuideMaker | None) -> None:
+        self._scheduler = scheduler
+        self._maker = maker
+        self._guides: dict[RequestId, Guide] = {}
+        self._waiting: dict[RequestId, Structure] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._guides)
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._waiting)
+
+    def check(self, structure: Structure | None) -> Guide | None:
+        """The guide of a request that is about to come, unless it is being compiled; raises InvalidRequest where there
+        can be none."""
+        if structure is None:
+            return None
+        if self._maker is None or self._maker.objection:
+            objection = NO_MAKER if self._maker is None else self._maker.objection
+            raise InvalidRequest(objection, param="structured_outputs")
+        return self._maker.take(structure)
+
+    def add(self, requests: Sequence[Request], guide: Guide | None) -> None:
+        """Requests of one structure have come; None: it is being compiled."""
+        for request in requests:
+            structure = request.sampling.structured_outputs
+            if guide is not None:
+                self._guides[request.id] = guide.copy()
+            elif structure is not None and not request.is_terminal:
+                self._waiting[request.id] = structure
+                until_s = self._scheduler.state.now_s + COMPILE_S
+                self._scheduler.block(request.id, BlockReason.GRAMMAR, until_s)
+
+    def of_parent(self, request_id: RequestId) -> Guide | None:
+        return self._guides.get(request_id)
+
+    def let_in(self) -> None:
+        """Requests whose structure is compiled by now may run."""
+        requests = self._scheduler.state.requests
+        for request_id, structure in list(self._waiting.items()):
+            request = requests.get(request_id)
+            if request is None or request.state is not RequestState.BLOCKED:
+                del self._waiting[request_id]
+                continue
+            try:
+                guide = self.check(structure)
+            except InvalidRequest as error:
+                _logger.warning("request %d: %s", request_id, error)
+                del self._waiting[request_id]
+                self._scheduler.fail(request_id, Rule.GRAMMAR_ERROR.value)
+                continue
+            if guide is not None:
+                del self._waiting[request_id]
+                self._guides[request_id] = guide
+                self._scheduler.unblock(request_id)
+
+    def of_rows(self) -> dict[int, Guide]:
+        """The guides of requests that have a row, by row: for the step that has just been planned."""
+        requests = self._scheduler.state.requests
+        found: dict[int, Guide] = {}
+        for request_id, guide in list(self._guides.items()):
+            request = requests.get(request_id)
+            if request is None:
+                del self._guides[request_id]
+            elif request.row != NO_ROW:
+                found[request.row] = guide
+        return found
+
+    def fail_broken(self) -> None:
+        """End requests whose guide cannot continue, before their next token is delivered."""
+        for request_id, guide in list(self._guides.items()):
+            if guide.error:
+                del self._guides[request_id]
+                self._scheduler.fail(request_id, guide.error)
+
+    def advance(self, delivered: Sequence[TokenEvents]) -> None:
+        """Tokens have been delivered."""
+        own = np.fromiter(self._guides, np.int64, len(self._guides))
+        for events in delivered:
+            for place in np.flatnonzero(np.isin(events.requests, own)).tolist():
+                request_id = RequestId(events.requests.item(place))
+                guide = self._guides[request_id]
+                if guide.is_over:
+                    continue
+                guide.consume((events.tokens.item(place),))
+                if guide.is_over:
+                    self._scheduler.finish_at(request_id, events.index.item(place) + 1)
+        self.fail_broken()
+
+    def end_reasoning(self, request_id: RequestId) -> bool:
+        guide = self._guides.get(request_id)
+        return guide is not None and guide.end_reasoning()

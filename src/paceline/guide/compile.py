@@ -1,0 +1,78 @@
+"""Guides of structures: compiled once each, in a thread of their own, and kept.
+
+Compiling takes a millisecond or two, for a large schema fifty, and the vocabulary's trie up to a second when the first
+structure comes; the engine goes on meanwhile. What is kept is a guide that has seen no token: each branch gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from paceline.core.guide import Guide
+from paceline.core.structure import Structure
+from paceline.errors import InvalidRequest
+from paceline.guide import matcher
+from paceline.guide.grammar import grammar_of
+from paceline.guide.matcher import GrammarCompiler, Vocabulary
+from paceline.guide.reasoning import Reasoning
+
+KEPT_BYTES = 8 << 20  # of sources; what is compiled takes several times that
+
+
+class GuideCompiler:
+    """Makes guides for one vocabulary."""
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], objection: str = "") -> None:
+        """`objection`: why structured answers are not possible here, whatever is installed."""
+        self.objection = objection or ("" if matcher.is_installed() else matcher.MISSING)
+        self._read_vocabulary = read_vocabulary
+        self._kept: OrderedDict[Structure, Future[Guide]] = OrderedDict()
+        self._bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")
+        self._compiler: GrammarCompiler | None = None  # the thread's
+        self._vocabulary: Vocabulary | None = None
+
+    def take(self, structure: Structure) -> Guide | None:
+        if self.objection:
+            raise InvalidRequest(self.objection, param="structured_outputs")
+        known = self._kept.get(structure)
+        if known is None:
+            self._keep(structure)
+            return None
+        self._kept.move_to_end(structure)
+        if not known.done():
+            return None
+        return known.result().copy()
+
+    def _keep(self, structure: Structure) -> None:
+        self._kept[structure] = self._thread.submit(self._make, structure)
+        self._bytes += len(structure.source)
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            oldest, _ = self._kept.popitem(last=False)
+            self._bytes -= len(oldest.source)
+
+    def _make(self, structure: Structure) -> Guide:
+        """In the thread."""
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        vocabulary = self._vocabulary
+        guide = None if structure.kind == "text" else self._compile(structure, vocabulary)
+        if not structure.after:
+            if guide is None:
+                raise InvalidRequest(
+                    "structured_outputs: text has no rules without after", param="structured_outputs"
+                )
+            return guide
+        control = vocabulary.control.get(structure.after)
+        marker = vocabulary.encode(structure.after) if control is None else [control]
+        behind = None
+        if guide is not None:
+            behind = self._compile(Structure(kind=structure.kind, source=structure.source), vocabulary)
+        return Reasoning(structure, marker, vocabulary, guide, behind)
+
+    def _compile(self, structure: Structure, vocabulary: Vocabulary) -> Guide:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(vocabulary)
+        return self._compiler.compile(grammar_of(structure, vocabulary.control.get))

@@ -1,0 +1,183 @@
+"""The one file that knows llguidance: a vocabulary as its trie, and a grammar that follows an answer token by token.
+
+llguidance never raises for a grammar or a token: a matcher that cannot continue says so when asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.guide import Guide, Mask
+from paceline.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MISSING = "structured_outputs need llguidance, which is not installed: pip install llguidance"
+GRAMMAR_ERROR, TOO_COMPLEX = "grammar_error", "grammar_too_complex"
+LONGEST_REASON = 300
+Masks = NDArray[np.uint32]  # [guides, words]
+_EVERYTHING = 0xFFFFFFFF
+_LIMITS = ("ParserTooComplex", "LexerTooComplex")
+
+
+def is_installed() -> bool:
+    return find_spec("llguidance") is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Vocabulary:
+    """What a grammar needs to know of a tokenizer."""
+
+    bytes_of: Sequence[bytes]
+    control: Mapping[str, int]  # tokens that text never spells
+    special_ids: frozenset[int]  # these and others without text
+    eos_token_ids: tuple[int, ...]
+    encode: Callable[[str], list[int]]  # of text, never giving a control token
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return (len(self.bytes_of) + 31) // 32
+
+    def only(self, token: int) -> Mask:
+        """The mask that leaves one token."""
+        mask: Mask = np.zeros(self.num_words, np.uint32)
+        mask[token // 32] = 1 << (token % 32)
+        return mask
+
+
+class GrammarCompiler:
+    """Grammars of one vocabulary. Making its trie takes a second for a large one: call from a thread."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        ends = [token for token in vocabulary.eos_token_ids if token < len(vocabulary.bytes_of)]
+        self._vocabulary = vocabulary
+        self._tokenizer: LLTokenizer = LLTokenizer(
+            TokenizerWrapper(_Encoder(vocabulary, ends[0] if ends else 0)),
+            n_vocab=len(vocabulary.bytes_of),
+            eos_token=ends or None,
+        )
+
+    def compile(self, grammar: str) -> Matcher:
+        """Raises InvalidRequest for a grammar that is none."""
+        from llguidance import LLMatcher
+
+        found = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = Matcher(found, self._vocabulary)
+        if not matcher.error:
+            matcher.mask()  # the first takes longest: what it finds out serves all copies
+        if matcher.error:
+            raise InvalidRequest(f"structured_outputs: {reason_of(found)}", param="structured_outputs")
+        return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """What llguidance says of an error, on one line of bounded length."""
+    first = matcher.get_error().split("\n<state>")[0]
+    return " ".join(first.split())[:LONGEST_REASON]
+
+
+class Matcher:
+    """A grammar, as far as an answer has followed it."""
+
+    __slots__ = ("_failed", "_vocabulary", "matcher")
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self.matcher = matcher
+        self._vocabulary = vocabulary
+        self._failed: bool = matcher.is_error()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._failed and self.matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        if not self._failed:
+            return ""
+        return TOO_COMPLEX if self.matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
+
+    def look(self) -> bool:
+        """Whether it has failed, after something was asked of `matcher`."""
+        self._failed = self.matcher.is_error()
+        return self._failed
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Nothing can be consumed behind the end: what was on its way there is dropped."""
+        for token in tokens:
+            if self._failed or self.matcher.is_stopped():
+                return
+            self._failed = not self.matcher.consume_token(token)
+
+    def mask(self) -> Mask:
+        mask: Mask = np.zeros(self._vocabulary.num_words, np.uint32)
+        if not self._failed:
+            self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self.look():
+                mask[:] = 0
+        return mask
+
+    def forced(self) -> list[int]:
+        if self._failed or self.matcher.is_stopped():
+            return []
+        return list(self.matcher.compute_ff_tokens())
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return 0 if self._failed else int(self.matcher.validate_tokens(list(tokens)))
+
+    def copy(self) -> Matcher:
+        return Matcher(self.matcher.deep_copy(), self._vocabulary)
+
+    def end_reasoning(self) -> bool:
+        return False
+
+
+def fill_masks(guides: Sequence[Guide], into: Masks) -> None:
+    """What each guide allows now, a row each; those of grammars are computed side by side, without Python's lock."""
+    matchers = []
+    for place, guide in enumerate(guides):
+        if isinstance(guide, Matcher) and not guide.error:
+            matchers.append((guide.matcher, place))
+            continue
+        mask = guide.mask()
+        into[place] = _EVERYTHING if mask is None else mask
+    if matchers:
+        _executor().unsafe_compute_mask_ptr(matchers, into.ctypes.data, into.strides[0], len(into))
+        for _, place in matchers:
+            guide = guides[place]
+            assert isinstance(guide, Matcher)
+            if guide.look():
+                into[place] = 0
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(max(1, (os.cpu_count() or 1) - 2))
+
+
+class _Encoder:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, vocabulary: Vocabulary, eos_token_id: int) -> None:
+        self.tokens = list(vocabulary.bytes_of)
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.control.values()})
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):  # asked whether bytes will do
+            raise TypeError("text is wanted")
+        return self._encode(text)
