@@ -92,6 +92,11 @@ class ReasoningSplitter:
         self.is_reasoning = is_open
         self._is_fresh = True  # nothing of this part has come yet
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the next piece can be of the reasoning."""
+        return self.is_reasoning or self._is_undecided
+
     def push(self, text: str) -> Split:
         if not self.is_reasoning and not self._is_undecided and not self._is_fresh:
             return Split(content=text)
@@ -113,11 +118,11 @@ class ReasoningSplitter:
         return Split(content=text)
 
     def _decides(self) -> bool:
-        text, begin = self._held.lstrip(), self._row.begin
-        if len(text) < len(begin) and begin.startswith(text):
+        text, begin, end = self._held.lstrip(), self._row.begin, self._row.end
+        if any(len(text) < len(marker) and marker.startswith(text) for marker in (begin, end)):
             return False
         self._is_undecided = False
-        if text.startswith(begin):
+        if text.startswith((begin, end)):  # an end at once: reasoning was not wanted
             self.is_reasoning = True
             self._held = text.removeprefix(begin)
         else:

@@ -28,6 +28,8 @@ CASES = [
     (THINK, False, " <think>a</think>b", "a", "b"),
     (THINK, False, "\n Two <think> three", "", "\n Two <think> three"),
     (THINK, False, "<thi", "", "<thi"),
+    (THINK, False, "\n</think>\n\nTwo.", "", "Two."),
+    (THINK, False, "</thi</think>", "", "</thi</think>"),
     (THINK, False, "", "", ""),
     (MISTRAL, False, "[THINK]x[y][/THINK]z", "x[y]", "z"),
     (GRANITE, False, "Here is my thought process: a Here b Here is my response: c", "a Here b", "c"),

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.core.structure import Structure
-from paceline.errors import InvalidRequest
+from paceline.core.structure import MAX_SOURCE_BYTES, Structure
+from paceline.errors import GrammarTooComplex, InvalidRequest
 from paceline.text.tools.formats import Shape, ToolFormat
 from paceline.text.tools.use import Tool, ToolUse
 
@@ -32,16 +32,21 @@ def tool_structure(
     """The form of an answer with these tools; `answer`: what text must look like where no tool is called."""
     is_strict = any(tool.strict for tool in use.callable_tools)
     lines = _Writer(row, use, control).lines(_answer_rule(answer))
-    return Structure(kind="lark", source="\n".join(lines) + "\n", strict=is_strict)
+    try:
+        return Structure(kind="lark", source="\n".join(lines) + "\n", strict=is_strict)
+    except GrammarTooComplex:
+        message = f"the schemas of the tools have more than {MAX_SOURCE_BYTES >> 10} KiB; send fewer or smaller ones"
+        raise GrammarTooComplex(message, param="tools") from None
 
 
 def _answer_rule(answer: Structure | None) -> str:
     if answer is None or answer.kind == "text":
         return ""
-    if answer.kind == "json_object":
-        return f"%json {json.dumps(ANY_OBJECT)}"
-    if answer.kind == "json_schema":
-        return f"%json {answer.source}"
+    if answer.kind in ("json_object", "json_schema"):
+        schema = ANY_OBJECT if answer.kind == "json_object" else json.loads(answer.source)
+        rules = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+        form = {**_JSON_FORM, "lenient": not answer.strict}
+        return f"%json {json.dumps({**rules, 'x-guidance': form}, ensure_ascii=False)}"
     raise InvalidRequest(
         f"tools and an answer by {answer.kind} do not go together; send one of them, or a JSON schema",
         param="tools",
