@@ -104,6 +104,8 @@ def _turns(items: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(item, Mapping):
             raise InvalidRequest(f"{place} must be an object with role and content", param="input")
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"{place}.type must be a text", param="input")
         if kind == "reasoning":
             reasoning = _reasoning_text(item, place)
             continue
@@ -429,7 +431,7 @@ def _with_effort(given: Mapping[str, Any]) -> Mapping[str, Any]:
     effort = (given.get("reasoning") or {}).get("effort")
     if effort is None:
         return given
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise InvalidRequest(f"reasoning.effort must be one of {', '.join(EFFORTS)}", param="reasoning")
     return {**given, "reasoning_effort": effort}
 

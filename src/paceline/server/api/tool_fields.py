@@ -115,7 +115,7 @@ def read_anthropic_tools(given: Json) -> ToolUse | None:
     wanted = given.get("tool_choice", {"type": "auto"})
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
-    if kind not in modes:
+    if not isinstance(kind, str) or kind not in modes:
         raise InvalidRequest('tool_choice.type must be "auto", "any", "tool" or "none"', param="tool_choice")
     alone = wanted.get("disable_parallel_tool_use", False)
     if type(alone) is not bool:
