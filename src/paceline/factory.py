@@ -531,10 +531,10 @@ def _guide_maker(tokenizer: Tokenizer | None) -> GuideMaker:
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
-    return GuideCompiler(partial(_vocabulary, tokenizer), objection)
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection)
 
 
-def _vocabulary(tokenizer: Tokenizer | None) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
     from paceline.guide.matcher import Vocabulary
 
     table = None if tokenizer is None else tokenizer.table

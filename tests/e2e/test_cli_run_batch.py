@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.catalogue.structures import schema_format
 from tests.e2e.model_cli import TIMEOUT_S, run, start
 from tests.model_folder import CONTEXT, write_model
 
@@ -100,13 +101,15 @@ GOOD = [
     line(
         "stopped", COMPLETIONS, prompt="x", max_tokens=9, temperature=0, logit_bias={"50": 100}, stop=["MM"]
     ),
+    line("schema", CHAT, messages=HELLO, response_format=schema_format({"enum": [1234]})),
+    line("choice", COMPLETIONS, prompt="x", guided_choice=["left", "right"], seed=1),
 ]
 
 
 def test_good_requests(model: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", GOOD), tmp_path / "out.jsonl"
     summary = batch(model, source, target)
-    assert summary.startswith("9 answered, 0 failed; ") and "tokens/s out" in summary
+    assert summary.startswith("11 answered, 0 failed; ") and "tokens/s out" in summary
     found = {result["custom_id"]: result for result in results(target)}
     assert set(found) == {entry["custom_id"] for entry in GOOD}
     for result in found.values():
@@ -142,6 +145,9 @@ def test_good_requests(model: Path, tmp_path: Path) -> None:
     assert logprobs["text_offset"] == [0, 1, 2] and len(logprobs["top_logprobs"][0]) == 2
 
     assert bodies["biased"]["choices"][0]["text"] == "MMM"
+    assert bodies["schema"]["choices"][0]["message"]["content"] == "1234"
+    assert bodies["choice"]["choices"][0]["text"] in ("left", "right")
+    assert {bodies[name]["choices"][0]["finish_reason"] for name in ("schema", "choice")} == {"stop"}
     stopped = bodies["stopped"]["choices"][0]
     assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", "MM")
     assert bodies["stopped"]["usage"]["completion_tokens"] == 2
@@ -162,8 +168,8 @@ BAD: list[tuple[object, int, str | None, str]] = [
     (line("role", CHAT, messages=[{"role": "x", "content": "y"}]), 400, "messages", "messages[0].role"),
     (line("tools", CHAT, messages=HELLO, tools=[{}]), 400, "tools", "tools is not supported"),
     (
-        line("format", CHAT, messages=HELLO, response_format={"type": "json_object"}),
-        *(400, "response_format", "is not supported"),
+        line("format", CHAT, messages=HELLO, response_format=schema_format({"type": "strin"})),
+        *(400, "response_format", "response_format: Invalid type"),
     ),
     (line("stream", CHAT, messages=HELLO, stream=True), 400, "stream", "stream is not supported"),
     (line("echo", COMPLETIONS, prompt="x", echo="yes"), 400, "echo", "echo must be true or false"),

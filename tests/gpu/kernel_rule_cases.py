@@ -17,6 +17,7 @@ from paceline.runner.gpu.kernels.logit_rules import (
     allocate_rule_pool,
     apply_rules,
     fill_seen,
+    mask_logits,
     note_drawn,
 )
 from tests.gpu.kernel_references import reference_rules, reference_seen
@@ -152,3 +153,21 @@ def check_unusable_logits_stay(device: str) -> None:
     assert int((found == float("-inf")).sum()) == 5000 - 4
     found = apply_to_one(logits, (None, [4500, 3], [], {}))
     assert found[4500].isnan() and found[3] == float("-inf")
+
+
+def check_masks(device: str, *, rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> None:
+    """Of some rows what is not allowed becomes minus infinity, but for what no draw may miss; others stay."""
+    words = (vocabulary + 31) // 32
+    logits = torch.randn(rows, vocabulary, device=device).to(dtype)
+    places = torch.randperm(rows)[: (rows + 1) // 2].to(torch.int32)
+    logits[places[0].item(), 1] = float("nan")
+    logits[places[0].item(), 2] = float("inf")
+    bits = torch.randint(-(2**31), 2**31, (len(places), words), dtype=torch.int64)
+    bits[0] = 0
+    expected = logits.cpu().clone()
+    token = torch.arange(vocabulary)
+    for number, place in enumerate(places.tolist()):
+        is_hidden = ((bits[number, token // 32] >> (token % 32)) & 1) == 0
+        expected[place, is_hidden & (expected[place] < float("inf"))] = float("-inf")
+    mask_logits(logits, bits.to(torch.int32).to(device), places.to(device))
+    torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)

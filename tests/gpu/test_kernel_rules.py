@@ -76,3 +76,9 @@ def test_a_graph_of_rules_follows_what_changes_outside_of_it() -> None:
         source[step] = 0.0
         pool.counts[step] = torch.tensor([-1, 0, 0, 0], device="cuda")
         pool.penalties[step] = torch.tensor([1.0, 0.0, 0.0], device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, vocabulary", [(1, 300), (64, 151_936), (9, 49_153)])
+def test_masks_hide_what_is_not_allowed(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    cases.check_masks("cuda", rows=rows, vocabulary=vocabulary, dtype=dtype)

@@ -23,6 +23,7 @@ from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.drafts import Drafter
 from paceline.runner.native.step import NativeStep
 from tests.bits import Circumstances, Oracle, Prompt, always_draft, differences
+from tests.guides import ScriptedMaker, structure
 from tests.kernels import host_code
 from tests.model_folder import write_model
 from tests.native.runs import record_native
@@ -75,7 +76,8 @@ def answer(
     """What requests get, each with its own parameters, all at once."""
     around = Circumstances(drafts=width if drafter is not None else 0, depth=depth, budget=400)
     config = around.config(compute.spec, MAX_LEN, 400)
-    engine = build_engine(config, CPURunner(config, compute, drafter=drafter))
+    maker = ScriptedMaker(compute.spec.vocab_size)
+    engine = build_engine(config, CPURunner(config, compute, drafter=drafter), guide_maker=maker)
     always_draft(engine)
     answers: dict[RequestId, Answer] = {}
     for text, sampling in zip(texts, samplings, strict=True):
@@ -105,13 +107,19 @@ SAMPLINGS = [
     SamplingParams(temperature=1.0, logit_bias={5: 4.0, 9: -100.0}, min_tokens=6, stop_token_ids=(5,)),
     SamplingParams(temperature=1.0, logit_bias={7: 6.0}, stop_token_ids=(7,)),
     SamplingParams(temperature=0.8, allowed_token_ids=(3, 4, 5, 6)),
+    SamplingParams(temperature=0.9, structured_outputs=structure(4, 33)),
+    SamplingParams(temperature=0.0, structured_outputs=structure(5, 40), logprobs=2),
+    SamplingParams(
+        temperature=1.2, structured_outputs=structure(6, 30), n=2, presence_penalty=0.5, top_p=0.9
+    ),
 ]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_every_parameter_gives_the_same_tokens(depth: int) -> None:
     samplings = [
-        replace(each, max_tokens=40, seed=number, ignore_eos=True) for number, each in enumerate(SAMPLINGS)
+        replace(each, max_tokens=40, seed=number, ignore_eos=each.structured_outputs is None)
+        for number, each in enumerate(SAMPLINGS)
     ]
     rng = random.Random(2)
     texts = [tuple(rng.randrange(3, 140) for _ in range(rng.randint(1, 30))) for _ in samplings]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.guides import ScriptedMaker, structure
 from tests.torch.interpreted import exact_fp8, reason_to_skip
 
 if reason := reason_to_skip():
@@ -57,6 +58,11 @@ PARAMS = (
     SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=1.3),
     SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
     SamplingParams(max_tokens=5, temperature=0.9, seed=1, n=2),
+    SamplingParams(max_tokens=9, temperature=0.9, seed=2, structured_outputs=structure(4, 6)),
+    SamplingParams(max_tokens=5, temperature=0.0, top_p=0.9, structured_outputs=structure(5, 8), logprobs=2),
+    SamplingParams(
+        max_tokens=7, temperature=1.1, top_k=9, seed=6, structured_outputs=structure(1, 7), min_tokens=3
+    ),
 )
 
 
@@ -83,10 +89,10 @@ def generate(
         runner = GPURunner(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
     else:
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
-    engine = build_engine(config, runner)
+    engine = build_engine(config, runner, guide_maker=ScriptedMaker(checkpoint.spec.vocab_size))
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}
-    for length, params in zip((5, 70, 33, 1, 90), PARAMS, strict=True):
+    for length, params in zip((5, 70, 33, 1, 90, 40, 3, 20), PARAMS, strict=True):
         found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), params)}
     while engine.has_requests or not engine.is_idle:
         for batch in engine.step_overlapped().tokens:
@@ -100,7 +106,9 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     expected = generate(tmp_path, on_gpu=False, depth=0)
     assert all(expected.values())
+    assert [len(tokens) for tokens in expected.values()][-3:] == [6, 5, 7]
     assert generate(tmp_path, on_gpu=True, depth=1) == expected
+    assert generate(tmp_path, on_gpu=True, depth=3) == expected
 
 
 def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(

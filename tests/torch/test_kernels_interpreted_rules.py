@@ -98,3 +98,8 @@ def test_three_steps_of_rows_give_the_logits_the_cpu_gives() -> None:
             rule.note(int(drawn[row]))
             assert np.array_equal(logits[row].numpy(), expected[row]), params[row]
         position += 1
+
+
+@pytest.mark.parametrize("rows, vocabulary", [(1, 300), (5, 4129)])
+def test_masks_hide_what_is_not_allowed(rows: int, vocabulary: int) -> None:
+    cases.check_masks("cpu", rows=rows, vocabulary=vocabulary)

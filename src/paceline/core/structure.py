@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import GrammarTooComplex, InvalidRequest
@@ -25,6 +25,8 @@ FORMS = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+# Beside json or json_object: no whitespace between the parts of the JSON.
+COMPACT = "disable_any_whitespace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,11 @@ class Structure:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise _refused(f"the kind is one of {', '.join(KINDS)}, not {self.kind!r}")
-        if len(self.source.encode(errors="replace")) > MAX_SOURCE_BYTES:
+        try:
+            num_bytes = len(self.source.encode())
+        except UnicodeEncodeError:
+            raise _refused(f"{self.kind} holds half of a surrogate pair") from None
+        if num_bytes > MAX_SOURCE_BYTES:
             raise GrammarTooComplex(
                 f"structured_outputs: at most {MAX_SOURCE_BYTES >> 10} KiB of schema or grammar are accepted",
                 param="structured_outputs",
@@ -65,13 +71,16 @@ class Structure:
             return given
         if not isinstance(given, Mapping):
             raise _refused(f"a mapping with one of {', '.join(FORMS)} is wanted, not {type(given).__name__}")
+        given = dict(given)
+        compact = given.pop(COMPACT, None)
         unknown = sorted(str(name) for name in given if name not in FORMS)
         if unknown:
             raise _refused(f"unknown: {', '.join(unknown)}; known: {', '.join(FORMS)}")
         forms = [name for name, value in given.items() if value is not None and value is not False]
         if len(forms) != 1:
             raise _refused(f"exactly one of {', '.join(FORMS)} is wanted, not {len(forms)}")
-        return cls.named(forms[0], given[forms[0]])
+        structure = cls.named(forms[0], given[forms[0]])
+        return structure._without_whitespace() if compact is True else structure
 
     @classmethod
     def named(cls, form: str, value: Any, *, strict: bool = False) -> Structure:
@@ -91,6 +100,15 @@ class Structure:
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(f"{form} is not JSON: {error}") from error
         return cls(kind=kind, source=source, strict=strict)
+
+    def _without_whitespace(self) -> Structure:
+        """The same JSON without whitespace between its parts."""
+        if self.kind not in ("json_schema", "json_object"):
+            raise _refused(f"{COMPACT} is for json and json_object")
+        schema = json.loads(self.source) if self.source else {"type": "object"}
+        rules = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+        source = json.dumps(rules | {"x-guidance": {"whitespace_flexible": False}}, ensure_ascii=False)
+        return replace(self, kind="json_schema", source=source)
 
 
 def _check_json(kind: str, source: str) -> None:
@@ -115,16 +133,12 @@ def _check_json(kind: str, source: str) -> None:
 
 
 def _depth(value: object) -> int:
+    """How many objects and lists are inside each other; counting ends above what is allowed."""
     depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
+    while (inside := [each for each in level if isinstance(each, dict | list)]) and depth <= MAX_DEPTH:
         depth += 1
-        level = [
-            part
-            for each in level
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth - 1
+        level = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _refused(what: str) -> InvalidRequest:

@@ -54,7 +54,7 @@ _LORA = "adapters cannot be loaded; merge it into the weights and load the merge
 _MEDIA = "models read text only; leave images, audio and video out"
 _POOLING = "models generate text; use an embedding or ranking library for vectors and scores"
 _PROFILE = "record a run with run_log='run.jsonl.gz' and look at it with `paceline trace`"
-_SCHEMA = "answers are not constrained to a schema; describe the format in the prompt"
+_SCHEMA = "give SamplingParams(structured_outputs={'json': schema}); there is one backend"
 _KERNELS = "kernels and graphs follow from the model; enforce_eager=True leaves graphs out"
 _ONE_PROCESS = "the model runs in one process; start a second one for another device"
 

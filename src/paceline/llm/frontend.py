@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.factory import LoadedModel, load_model
+from paceline.guide.check import check
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
 from paceline.llm.prompts import (
@@ -57,10 +58,12 @@ class Frontend:
         return chat_sampling(self.loaded.checkpoint.generation, self.max_model_len)
 
     def read(self, prompt: Prompt, sampling: SamplingParams) -> PreparedRequest:
+        _check_structure(sampling)
         return self._reader.read(prompt, sampling)
 
     def read_chat(self, messages: Messages, sampling: SamplingParams, **template: Any) -> PreparedRequest:
         """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
+        _check_structure(sampling)
         chat, ids = self._chat.render(messages, structure=sampling.structured_outputs, **template)
         return prepared_chat(self._reader, chat, ids, sampling)
 
@@ -75,6 +78,11 @@ class Frontend:
     def count_chat(self, messages: Messages) -> int:
         """How many tokens a conversation has as a prompt."""
         return len(self._chat.render(messages)[1])
+
+
+def _check_structure(sampling: SamplingParams) -> None:
+    if sampling.structured_outputs is not None:
+        check(sampling.structured_outputs)
 
 
 def _description(loaded: LoadedModel) -> str:

@@ -156,7 +156,7 @@ class DeadlineExceeded(PacelineError):
 
 
 class GenerationFailed(PacelineError):
-    """A branch ended with an error of ours (500); `code` is internal_error or numerical_error."""
+    """A branch ended with an error of ours (500); `code` says which."""
 
     def __init__(self, message: str, *, code: str = "internal_error") -> None:
         super().__init__(message)
@@ -223,6 +223,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "invalid_value": (400, BAD, "A field of the request is wrong."),
     "unknown_parameter": (400, BAD, "A field of the request is not known."),
     "unsupported_parameter": (400, BAD, "A field of the request is not supported."),
+    "grammar_too_complex": (400, BAD, "A schema or grammar is too large, too deep or takes too long."),
     "unsupported_modality": (400, BAD, "Only text is supported."),
     "context_length_exceeded": (400, BAD, "The request is longer than the model's context."),
     "deadline_impossible": (400, BAD, "This machine cannot answer in the time that was asked for."),
@@ -246,6 +247,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     # Us.
     INTERNAL: (500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
     "numerical_error": (500, OURS, NOT_FINITE),
+    "grammar_error": (500, OURS, "The answer could not go on as its form demands."),
     "starting": (503, OURS, "The model is being loaded; try again in a moment.", 2),
     "engine_unavailable": (503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": (503, OURS, "The request waited too long for its turn; try again later.", 5),

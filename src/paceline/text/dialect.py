@@ -128,9 +128,9 @@ class Dialect:
         self, answer: Structure | None, use: ToolUse | None, prompt: str, thinking: Thinking
     ) -> Structure | None:
         made = answer
-        # Calls that need not come, to tools without strict schemas, can do without a grammar.
-        needs = use is not None and (use.is_required or any(tool.strict for tool in use.callable_tools))
-        if use is not None and self.tools is not None and (needs or answer is not None or is_installed()):
+        # Calls that need not come, to tools whose schemas are not followed, can do without a grammar.
+        can_do_without = use is None or (not use.follows_schemas and answer is None and not is_installed())
+        if use is not None and self.tools is not None and not can_do_without:
             made = tool_structure(self.tools, use, self._control, answer)
         row = self.reasoning
         if row is None or not row.expects(prompt):

@@ -1,4 +1,4 @@
-"""Entries 83 to 103: fields of sampling, streaming and the rest, on every route whose own schema has them."""
+"""Entries 83 to 103 but 96: fields of sampling, streaming and the rest, on every route whose own schema has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.e2e.catalogue.entry import (
     RESPONSES,
     UNSUPPORTED,
     VALUE,
-    Answer,
     Entry,
     asking,
     asking_each,
@@ -269,41 +268,7 @@ def outputs() -> list[Entry]:
 
 
 def formats() -> list[Entry]:
-    schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x"}}
-    bombs = ("(" * 30_000, "(a+)+$", "a{1000000000}")
-    given: list[Any] = [
-        *(
-            {},
-            {"type": "other"},
-            {"type": "json_object"},
-            schema,
-            "json",
-            5,
-            {"type": 5},
-            {"type": "text", "x": 1},
-        ),
-        *({"type": "json_schema", "json_schema": {"schema": {"pattern": bomb}}} for bomb in bombs),
-        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
-        {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"] * 100_000}}},
-    ]
-    refused: tuple[Answer, ...] = (UNSUPPORTED,)
     return [
-        *(
-            asking(96, route, {"response_format": value}, *refused)
-            for route in (CHAT, COMPLETIONS)
-            for value in given
-        ),
-        asking(96, CHAT, {"response_format": {"type": "text"}}, OK),
-        *(
-            asking(96, CHAT, {field: value}, *refused)
-            for field, value in (
-                ("structured_outputs", {"regex": "(" * 30_000}),
-                ("guided_regex", "(a+)+$"),
-                ("guided_json", {"$ref": "#"}),
-                ("guided_grammar", "root ::= root"),
-            )
-        ),
-        asking(96, RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, *refused),
         # What a client calls a timeout is an unknown field; a deadline is a whole number of milliseconds.
         *(asking(101, CHAT, {"timeout": value}, OK) for value in (0, -1, 10**9)),
         *(

@@ -29,6 +29,7 @@ SHOWS = {
     "06_write_a_policy": r"fcfs: TTFT .* s\nShortPromptsFirst: TTFT p50 [\d.]+ s, p99 [\d.]+ s",
     "07_simulate_and_plot": r"knee: \d+/s, after which p99 TTFT doubles\nwrote .*curve.png and .*timeline.png",
     "08_explain_and_replay": r"replay: identical, \d+ steps\ndecision log: whole, \d+ decisions",
+    "09_structured_output": r"(yes|no); 20\d\d-\d\d-\d\d\nfields: name, age, languages",
 }
 
 

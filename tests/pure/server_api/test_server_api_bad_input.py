@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,10 +34,12 @@ def refusal(api: Api, route: str, body: dict[str, Any], **more: Any) -> tuple[in
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """Over the model that the catalogue speaks of."""
     folder = write_byte_model(tmp_path_factory.mktemp("model"), CONTEXT)
-    return Api(text=Tokenizer.from_folder(folder, model_vocab_size=VOCAB_SIZE))
+    made = Api(text=Tokenizer.from_folder(folder, model_vocab_size=VOCAB_SIZE))
+    yield made
+    made.service.close()
 
 
 CALLERS = {"alpha": Caller(), "low": Caller(lowest_priority_number=0)}

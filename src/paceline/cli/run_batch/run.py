@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from paceline.cli.terminal import RequestBar
 from paceline.errors import InputError, InvalidRequest
+from paceline.guide.check import check
 from paceline.llm.frontend import Frontend
 from paceline.llm.offline import Submission, run_requests
 from paceline.llm.outputs import RequestOutput
@@ -284,6 +285,8 @@ class BatchRun:
     ) -> tuple[Line, list[PreparedRequest]]:
         url, content = _target(envelope)
         body = parse_body(url, content, self._facts)
+        if body.sampling.structured_outputs is not None:
+            check(body.sampling.structured_outputs, body.structure_field)
         if body.messages is not None:
             prepared = [self._front.read_chat(body.messages, body.sampling, **body.template)]
         else:

@@ -12,6 +12,7 @@ import msgspec
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.models.files.sampling_defaults import chat_sampling
+from paceline.server.api import structures
 from paceline.server.api.fields import (
     FLAG,
     Field,
@@ -91,7 +92,8 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         *(field for field in tool_fields() if field.name != "parallel_tool_calls"),
         Field("thinking", shaped((dict,), "an object"), "a budget of reasoning, or none of it"),
         only("mcp_servers", []),
-        *unsupported("container", "context_management", "output_format"),
+        *structures.anthropic_fields(),
+        *unsupported("container", "context_management"),
     ]
 
 

@@ -137,7 +137,7 @@ class GenerationRoute:
         service.check_ready(call)
         body = self.parse(call.body)
         generation = await self.start(call, body)
-        own = ignored_header(body.ignored)
+        own = ignored_header((*body.ignored, *generation.ignored))
         if body.is_stream:
             try:
                 writer = self.writer(call, body, generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.core.sampling import Offer, Parameter, offered
 from paceline.core.service_class import TIERS
 from paceline.server.access.caller import LARGEST_PRICE
+from paceline.server.api import structures
 from paceline.server.api.fields import (
     FLAG,
     Field,
@@ -140,13 +141,12 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
         *no_tool_fields(),
         only("functions", []),
         only("function_call", "none", "auto"),
-        only("response_format", {"type": "text"}),
+        *structures.openai_fields(),
         only("modalities", ["text"]),
         only("use_beam_search", False),
         only("length_penalty", 1, 1.0),
         only("reasoning_effort", "none"),
         *unsupported("audio", "prediction", "web_search_options", "truncate_prompt_tokens"),
-        *unsupported("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *unsupported("logits_processors", "kv_transfer_params"),
     ]
 

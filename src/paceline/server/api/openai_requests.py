@@ -24,6 +24,7 @@ from paceline.server.api.openai_fields import (
     chat_table,
     completions_table,
 )
+from paceline.server.api.structures import structure_field, structure_of
 from paceline.server.api.tool_fields import read_openai_tools, read_thinking
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
@@ -63,6 +64,7 @@ class ParsedBody:
     service_tier: str | None = None  # None: the class of the key
     max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
+    structure_field: str = ""  # the field that asks for a form of the answer
     ignored: tuple[str, ...] = ()  # unknown fields
 
     @property
@@ -183,15 +185,18 @@ def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
         "service_tier": given.get("service_tier"),
         "max_price": None if price is None else decimal_of(price),
         "cache_salt": _checked_salt(given.get("cache_salt", "")),
+        "structure_field": structure_field(given),
         "ignored": read.ignored,
     }
 
 
 def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters among the fields, under their own names."""
-    found = {name: given[name] for name in PARAMETERS if name in given}
+    found = {name: given[name] for name in PARAMETERS if name in given and name != "structured_outputs"}
     if "logit_bias" in given:
         found["logit_bias"] = _bias(given["logit_bias"])
+    if (structure := structure_of(given)) is not None:
+        found["structured_outputs"] = structure
     return found
 
 

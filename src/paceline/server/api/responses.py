@@ -12,6 +12,7 @@ import msgspec
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.models.files.sampling_defaults import chat_sampling
+from paceline.server.api import structures
 from paceline.server.api.fields import (
     Field,
     FieldTable,
@@ -61,11 +62,6 @@ RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 RESULTS = ("function_call_output", "custom_tool_call_output")
-TEXT_ONLY: tuple[object, ...] = (
-    {"format": {"type": "text"}},
-    {},
-    {"format": {"type": "text"}, "verbosity": "medium"},
-)
 
 
 def responses_table(limits: RequestLimits) -> FieldTable:
@@ -82,7 +78,7 @@ def responses_table(limits: RequestLimits) -> FieldTable:
             *client_fields(limits),
             without_effect("stream_options", shaped((dict,), "an object")),
             without_effect("max_tool_calls", whole(0, LARGEST)),
-            only("text", *TEXT_ONLY),
+            *structures.responses_fields(),
             *tool_fields(),
             only("include", []),
             only("truncation", "disabled"),
@@ -182,7 +178,7 @@ class Response:
             "reasoning": {"effort": None, "summary": None, **(self._given.get("reasoning") or {})},
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (self._given.get("text") or {}),
             "tool_choice": self._given.get("tool_choice") or "auto",
             "tools": self._given.get("tools") or [],
             "top_p": sampling.top_p,

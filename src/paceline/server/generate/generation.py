@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.events import NOT_FINITE, Finished
+from paceline.core.events import NOT_FINITE, Finished, Rule
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Cost, FinishReason
 from paceline.errors import PacelineError
@@ -22,7 +22,7 @@ from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.process.client import BranchUpdate, EngineStream, EngineUnavailable
 from paceline.server.billing.charge import receipt
-from paceline.server.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
+from paceline.server.errors import CATALOGUE, DeadlineExceeded, GenerationFailed, QueueTimeout
 from paceline.server.generate.admission import Permit
 from paceline.server.generate.estimates import forecast_headers
 from paceline.server.generate.request_record import Observer, RequestRecord
@@ -104,6 +104,7 @@ class Generation:
         timeout_s: float | None = None,
     ) -> None:
         self.record = record
+        self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
         self._observer = observer
@@ -417,6 +418,8 @@ def _failure(ending: Finished) -> PacelineError:
     if ending.reason is FinishReason.ERROR:
         if ending.detail == "numerical_error":
             return GenerationFailed(NOT_FINITE, code="numerical_error")
+        if ending.detail in (Rule.GRAMMAR_ERROR, Rule.GRAMMAR_TOO_COMPLEX):
+            return GenerationFailed(CATALOGUE[ending.detail].message, code=ending.detail)
         return GenerationFailed("the request failed inside the engine")
     # The client is still here and this process did not end the request: the engine is going away.
     return EngineUnavailable("the engine has ended the request; try again in a moment")

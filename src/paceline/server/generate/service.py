@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
+from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
+from paceline.guide.door import Door
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
@@ -27,6 +29,7 @@ from paceline.process.client import (
 )
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
@@ -195,10 +198,12 @@ class Service:
             max_thinking_tokens=self.settings.max_thinking_tokens,
         )
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
+        self._door = Door()
         self._known: _Known | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._door.close()
 
     @property
     def facts(self) -> ModelFacts:
@@ -269,8 +274,10 @@ class Service:
         try:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
+            ignored = await self._check_structure(body)
             is_short = size <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
+            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
                 longest = sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
@@ -283,7 +290,7 @@ class Service:
         record.shows_receipt = self.billing.wants_receipt(call)
         record.charge = self.billing.open(quote, record, body.model, hides_output=body.only_echoes)
         try:
-            return Generation(
+            generation = Generation(
                 started,
                 self.tokenizer,
                 permit,
@@ -292,6 +299,8 @@ class Service:
                 first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
+            generation.ignored = ignored
+            return generation
         except BaseException:  # no caller has it and could close it
             record.charge.give_up(record)
             for _, stream in started:
@@ -357,6 +366,20 @@ class Service:
         at_least = least + min(longest, max(0, most - least))
         about = guess + body.num_branches * min(longest, max(0, most - guess))
         call.allowance.check_tokens(at_least, about)
+
+    async def _check_structure(self, body: ParsedBody) -> tuple[str, ...]:
+        structure = body.sampling.structured_outputs
+        if structure is None:
+            return ()
+        field = body.structure_field
+        # What is not asked for by such a field, this server has written.
+        return await self._door.check(structure, field, control_tokens=field not in STRUCTURE_FIELDS)
+
+    async def _check_tools(self, body: ParsedBody, structure: Structure | None) -> tuple[str, ...]:
+        """Schemas of tools come from the client; where none is followed, the grammar is all ours."""
+        if body.tools is None or structure is None or not body.tools.follows_schemas:
+            return ()
+        return await self._door.check(structure, "tools", control_tokens=True)
 
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
         most = known.facts.max_model_len

@@ -39,5 +39,10 @@ class ToolUse:
     def callable_tools(self) -> tuple[Tool, ...]:
         return tuple(tool for tool in self.tools if tool.name in self.callable_names)
 
+    @property
+    def follows_schemas(self) -> bool:
+        """Whether arguments of some call follow their schema, and not only JSON."""
+        return self.is_required or any(tool.strict for tool in self.callable_tools)
+
     def is_custom(self, name: str) -> bool:
         return any(tool.is_custom for tool in self.tools if tool.name == name)
