@@ -65,6 +65,9 @@ class Frontend:
         """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
         _check_structure(sampling)
         chat, ids = self._chat.render(messages, structure=sampling.structured_outputs, **template)
+        use = template.get("use")
+        if use is not None and use.follows_schemas and chat.structure is not None:
+            check(chat.structure, "tools")
         return prepared_chat(self._reader, chat, ids, sampling)
 
     def fork(self, name: str, branch: int, count: int) -> list[int]:

@@ -79,23 +79,27 @@ class Dialect:
         messages: object,
         use: ToolUse | None = None,
         *,
-        thinking: Thinking = DEFAULT_THINKING,
+        thinking: Thinking | None = None,
         structure: Structure | None = None,
         switches: Mapping[str, object] | None = None,
         **options: bool,
     ) -> ChatRequest:
-        """Render a conversation. `structure` is what the request asks of its answer, `options` as in `ChatTemplate`."""
+        """Render a conversation. `structure` is what the request asks of its answer, `options` as in `ChatTemplate`.
+
+        Without tools and without a word about thinking, the answer is one text, with the model's own marks in it.
+        """
         if use is not None and self.tools is None:
             raise InvalidRequest("tool calls are switched off on this server; leave tools out", param="tools")
-        known = self._switches(thinking, switches)
+        wanted = thinking or DEFAULT_THINKING
+        known = self._switches(wanted, switches)
         prompt = self.template.render(
             self._conversation(messages, use), tools=self._shown_tools(use), switches=known, **options
         )
-        return ChatRequest(
-            prompt=prompt,
-            structure=self._structure(structure, use, prompt.text, thinking),
-            form=self._form(use, prompt.text, hides_reasoning=thinking.hidden),
-        )
+        form = None
+        if thinking is not None or use is not None:
+            form = self._form(use, prompt.text, hides_reasoning=wanted.hidden)
+        made = self._structure(structure, use, prompt.text, wanted)
+        return ChatRequest(prompt=prompt, structure=made, form=form)
 
     def _conversation(self, messages: object, use: ToolUse | None) -> object:
         shows_calls = "tool_calls" in self._source

@@ -193,6 +193,7 @@ def tool_for(route: str, name: Any = "f", schema: Any = None, **more: Any) -> di
 
 def tools() -> list[Entry]:
     routes = (CHAT, MESSAGES, RESPONSES, COUNT)
+    no_lists: list[Any] = ["x", {}, 5, [5]]
     deep: Any = 1
     for _ in range(40):
         deep = {"a": deep}
@@ -208,7 +209,7 @@ def tools() -> list[Entry]:
     ]
     named = {"type": "function", "function": {"name": "x"}}
     return [
-        *(asking(81, route, {"tools": value}, VALUE) for route in routes for value in ("x", {}, 5, [5])),
+        *(asking(81, route, {"tools": value}, VALUE) for route in routes for value in no_lists),
         *(asking(81, route, {"tools": [tool_for(route, *bad)]}, VALUE) for route in routes for bad in wrong),
         *(asking(81, route, {"tools": [tool_for(route, strict=5)]}, VALUE) for route in routes),
         *(asking(81, route, {"tools": [tool_for(route, description=5)]}, VALUE) for route in routes),

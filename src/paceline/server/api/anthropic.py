@@ -47,13 +47,14 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
-from paceline.server.api.tool_fields import read_anthropic_thinking, read_anthropic_tools, tool_fields
+from paceline.server.api.tool_fields import read_anthropic_thinking, tool_fields
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
+from paceline.text.tools.reading import read_anthropic_tools
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"

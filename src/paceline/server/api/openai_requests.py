@@ -25,9 +25,10 @@ from paceline.server.api.openai_fields import (
     completions_table,
 )
 from paceline.server.api.structures import structure_field, structure_of
-from paceline.server.api.tool_fields import read_openai_tools, read_thinking
+from paceline.server.api.tool_fields import read_thinking
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
+from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.use import ToolUse
 
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")

@@ -44,7 +44,6 @@ from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
 from paceline.server.api.tool_fields import (
     EFFORTS,
-    read_openai_tools,
     read_thinking,
     reasoning_fields,
     tool_fields,
@@ -55,6 +54,7 @@ from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
+from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 from paceline.text.tools.use import INPUT
 
