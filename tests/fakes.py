@@ -55,7 +55,7 @@ class DeviceFault(RuntimeError):
 class FakeGuide:
     """Allows one token of sixteen, at some places one only, and is over after a number of tokens.
 
-    Its structure is a pattern "salt:length"; one whose salt is a multiple of 40 breaks at its fourth token.
+    Its structure is a pattern "salt:length"; one whose salt is a multiple of 8 breaks at its fourth token.
     """
 
     def __init__(self, source: str, count: int = 0) -> None:
@@ -79,7 +79,7 @@ class FakeGuide:
 
     @property
     def breaks(self) -> bool:
-        return self._salt % 40 == 0 and self.count == 3
+        return self._salt % 8 == 0 and self.count == 3
 
     def choose(self, token: int) -> int:
         """The token that is drawn where this one would be without a guide."""
@@ -230,6 +230,7 @@ class FakeRunner:
         self._decoding: list[int] = []
         self._kv = [[[POISON] * self._size for _ in range(blocks)] for blocks in self._num_blocks]
         self._copies: list[_Copy] = []
+        self._guided_rows: set[int] = set()  # as of the last plan submitted
         self._queue.clear()
         self.guides.clear()
         self._done.clear()
@@ -248,9 +249,19 @@ class FakeRunner:
 
     def submit(self, plan: StepPlan) -> _Pending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
+        self._check_supplied(plan)
         self._next_seq += 1
         self._queue.append(plan)
         return _Pending(self, plan.seq)
+
+    def _check_supplied(self, plan: StepPlan) -> None:
+        """G2: a device draws in order, so a step with guided rows has its guides before another is submitted."""
+        if self._queue and self._guided_rows and self._queue[-1].seq not in self.guides:
+            self.violation = InvariantViolation("G2", f"step {plan.seq} goes before the guides of the last")
+            raise self.violation
+        self._guided_rows -= {*plan.leaves.tolist(), *plan.joins.row.tolist()}
+        joined = zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True)
+        self._guided_rows |= {row for row, sampling in joined if sampling.structured_outputs is not None}
 
     def finish_until(self, seq: int) -> StepResult:
         while self._queue and self._queue[0].seq <= seq:

@@ -136,14 +136,13 @@ class Traffic:
         self.hooks.adding = False
 
     def foreign(self) -> None:
-        """A request made elsewhere: the host must see its tokens, or it uses another model and adapter."""
+        """A request made elsewhere, for another model or adapter."""
         request = Request(
             RequestId(10_000 + self.rng.randint(0, 10**6)),
             np.array(self._tokens(5), np.int32),
             SamplingParams(max_tokens=6),
             arrival_s=self.clock.now(),
         )
-        request.needs_host = self.rng.random() < 0.7
         request.adapter, request.model = self.rng.randint(0, 2), self.rng.randint(0, 1)
         self._quietly(lambda: self.scheduler.add([request]))
 

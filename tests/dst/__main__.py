@@ -23,6 +23,7 @@ REQUIRED = (
     "place taken",
     "draft taken",
     "draft rejected",
+    "structure complete",
 )
 
 

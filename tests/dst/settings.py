@@ -45,7 +45,7 @@ class Traffic:
     stop_chance: float  # chance of a token being a stop token
     num_tenants: int
     num_prefixes: int
-    host_share: float  # requests that need the host between tokens
+    guided_share: float  # requests whose answers have a structure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:
         stop_chance=rng.choice((0.0, 0.005, 0.02)),
         num_tenants=rng.choice((1, 3)),
         num_prefixes=rng.choice((1, 4)),
-        host_share=rng.choice((0.0, 0.0, 0.2)),
+        guided_share=rng.choice((0.0, 0.0, 0.3)),
     )
 
 

@@ -48,7 +48,6 @@ class World:
     ) -> None:
         """`drafts`: False: it makes none, whatever the seed says."""
         self.guide_rng = random.Random(seed + 13)
-        self.guided_share = self.guide_rng.choice((0.0, 0.0, 0.0, 0.2, 0.6))
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
@@ -314,18 +313,15 @@ class World:
             seed=rng.randrange(1 << 40),
             stop_token_ids=(int(VOCAB * traffic.stop_chance),) if traffic.stop_chance else (),
         )
-        sampling = self._perhaps_guided(sampling)
         tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
         self.shortage.now = False
         before = self.admissions.state()
+        sampling = self.objectives.of(sampling)
+        service_level = self.objectives.service_level(rng.choice((0, 0, 0, 1, 2)))
+        if rng.random() < traffic.guided_share:
+            sampling = replace(sampling, structured_outputs=self._structure())
         try:
-            ids = self.engine.add(
-                prompt,
-                self.objectives.of(sampling),
-                tenant=tenant,
-                service_level=self.objectives.service_level(rng.choice((0, 0, 0, 1, 2))),
-                needs_host=rng.random() < traffic.host_share,
-            )
+            ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level)
         except REFUSALS:
             self._check_refusal(before)
             return
@@ -333,12 +329,9 @@ class World:
         for rid in ids:
             self._expect(rid, prompt, tenant)
 
-    def _perhaps_guided(self, sampling: SamplingParams) -> SamplingParams:
+    def _structure(self) -> Structure:
         rng = self.guide_rng
-        if rng.random() >= self.guided_share:
-            return sampling
-        source = f"{rng.randrange(1000)}:{rng.choice((1, 2, 4, 9, 20, 60))}"
-        return replace(sampling, structured_outputs=Structure(kind="regex", source=source))
+        return Structure(kind="regex", source=f"{rng.randrange(1000)}:{rng.choice((1, 2, 4, 9, 20, 60))}")
 
     def _flood(self) -> None:
         for _ in range(self.config.scheduler.max_queue - len(self.engine.scheduler.state.queue) + 2):

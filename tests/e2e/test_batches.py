@@ -21,6 +21,7 @@ from tests.e2e.batch_client import (
     results,
     wait,
 )
+from tests.e2e.catalogue.structures import schema_format
 from tests.e2e.client_server import (
     DISABLED_KEY,
     ENDLESS,
@@ -82,6 +83,20 @@ def test_a_line_is_answered_as_its_request_is(client: OpenAI) -> None:
     answer = client.post("/chat/completions", body=asked, cast_to=object)
     told: Any = answer
     assert line["response"]["body"]["choices"] == told["choices"]
+
+
+def test_a_line_may_ask_for_a_form(client: OpenAI) -> None:
+    forms: list[dict[str, Any]] = [
+        {"response_format": schema_format({"enum": ["yes", "no"]})},
+        {"guided_regex": "["},
+    ]
+    lines = [request(str(n), max_tokens=9, ignore_eos=False, **form) for n, form in enumerate(forms)]
+    batch = wait(client, begin(client, jsonl(*lines)).id)
+    good = results(client, batch.output_file_id)["0"]["response"]["body"]["choices"][0]
+    assert (good["message"]["content"], good["finish_reason"]) in (('"yes"', "stop"), ('"no"', "stop"))
+    bad = results(client, batch.error_file_id)["1"]
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["param"] == "guided_regex"
 
 
 def test_bad_requests_get_error_lines_and_good_ones_results(client: OpenAI) -> None:

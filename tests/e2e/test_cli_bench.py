@@ -159,6 +159,19 @@ def test_it_runs_where_only_the_engine_can(command: str, modes: list[str | None]
     assert [result.get("mode") for result in json.loads(target.read_text())["results"]] == modes
 
 
+def test_structured_compares_with_free_text_of_the_same_length(tmp_path: Path) -> None:
+    schema, target = tmp_path / "digits.json", tmp_path / "result.json"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}')
+    flags = ("--schema", str(schema), "--clients", "4", "--rounds", "1", "--json", str(target))
+    done = run("bench", "structured", *TINY, *flags, cache=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (result,) = json.loads(target.read_text())["results"]
+    # Compact: three digits, two commas, two brackets; the made-up words have none of them.
+    assert (result["workload"], result["output_tokens"], result["cut_off"]) == ("digits", 4 * 7, 0)
+    assert result["free_tokens_per_s"] > 0 and result["structured_tokens_per_s"] > 0
+    assert result["tokens_per_step"] >= 1 and "digits" in done.stdout and "all" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -191,6 +204,9 @@ def test_it_runs_where_only_the_engine_can(command: str, modes: list[str | None]
         ("latency --shape tiny --rate 3 --workload azure-conv@8", "give one of them"),
         ("latency --shape tiny --workload azure-conv@8", "name its file with --trace"),
         ("latency --shape tiny --workload nano --trace x", "known: azure-conv@8"),
+        ("structured --shape tiny --schema /no/schema.json", "--schema /no/schema.json: "),
+        ("structured --shape tiny --schema pyproject.toml", "--schema pyproject.toml: "),
+        ("structured --shape tiny --clients 0", "--clients must be at least 1"),
         ("nonsense", "No such command"),
     ],
 )

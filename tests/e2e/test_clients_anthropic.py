@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,20 @@ def test_systems_blocks_stops_and_prefilled_answers(client: Anthropic) -> None:
     begun: list[MessageParam] = [*asked["messages"], {"role": "assistant", "content": greedy[:3]}]
     gone_on = client.messages.create(**{**asked, "messages": begun, "max_tokens": 9}, extra_body=GREEDY)
     assert greedy[:3] + text_of(gone_on) == greedy
+
+
+def test_structured_answers(client: Anthropic) -> None:
+    schema = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"]}
+    form = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
+    for asked in ({"output_config": {"format": form}}, {"output_format": form}):
+        message = client.messages.create(model=MODEL, max_tokens=100, messages=user("so?"), extra_body=asked)
+        assert json.loads(text_of(message))["mood"] in ("good", "bad")
+        assert message.stop_reason == "end_turn"
+    bad = {"type": "json_schema", "schema": {"type": "strin"}}
+    with pytest.raises(anthropic.BadRequestError, match="output_format: Invalid type"):
+        client.messages.create(
+            model=MODEL, max_tokens=9, messages=user("so?"), extra_body={"output_format": bad}
+        )
 
 
 def test_tokens_are_counted_and_cached_ones_told(client: Anthropic) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
 
 from tests.e2e.client_server import (
     DISABLED_KEY,
@@ -242,6 +244,31 @@ def test_responses(client: OpenAI) -> None:
 
 
 # ---------------------------------------------------------------- errors
+
+
+class Verdict(BaseModel):
+    """What the client makes a schema of, in strict mode."""
+
+    mood: Literal["good", "bad"]
+    is_sure: bool
+    tags: list[Literal["a", "b"]] = pydantic.Field(min_length=1, max_length=2)
+
+
+def test_structured_answers(client: OpenAI) -> None:
+    for seed in range(4):
+        told = client.chat.completions.parse(
+            model=MODEL, messages=user("so?"), response_format=Verdict, seed=seed, n=2
+        )
+        assert [choice.finish_reason for choice in told.choices] == ["stop", "stop"]
+        assert all(isinstance(choice.message.parsed, Verdict) for choice in told.choices)
+        response = client.responses.parse(model=MODEL, input="so?", text_format=Verdict, temperature=1)
+        assert isinstance(response.output_parsed, Verdict) and response.status == "completed"
+    with client.chat.completions.stream(model=MODEL, messages=user("so?"), response_format=Verdict) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Verdict)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}, "strict": True}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=user("so?"), response_format=form)
+    assert refused.value.param == "response_format" and "not" in str(refused.value)
 
 
 def test_mistakes_have_the_clients_own_exceptions(client: OpenAI) -> None:

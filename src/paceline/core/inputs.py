@@ -55,7 +55,6 @@ class AddRequest(Input):
     priority: int = 0
     deadline_s: float | None = None
     parent: RequestId | None = None
-    needs_host: bool = False
     keys: tuple[bytes, ...] = ()
     model: int = 0
     adapter: int = 0
@@ -78,7 +77,6 @@ class AddRequest(Input):
             priority=request.service_level.priority,
             deadline_s=request.deadline_s,
             parent=request.parent,
-            needs_host=request.needs_host,
             keys=tuple([key.key for key in request.keys]),
             model=request.model,
             adapter=request.adapter,
@@ -107,7 +105,7 @@ class AddRequest(Input):
             deadline_s=self.deadline_s,
             keys=[BlockKey(key, b"") for key in self.keys],
         )
-        request.num_prompt, request.parent, request.needs_host = self.num_prompt, self.parent, self.needs_host
+        request.num_prompt, request.parent = self.num_prompt, self.parent
         request.model, request.adapter = self.model, self.adapter
         return request
 

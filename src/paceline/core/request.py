@@ -134,7 +134,6 @@ class Request:
         "joined_at",
         "keys",
         "model",
-        "needs_host",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -179,7 +178,6 @@ class Request:
         self.parent: RequestId | None = None
         self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it
-        self.needs_host = False  # the host must see each token before the next one may be computed
         self.state = RequestState.NEW
         self.blocked: Blocked | None = None
         self.row = NO_ROW

@@ -98,7 +98,6 @@ class Engine:
         service_level: ServiceLevel = DEFAULT_LEVEL,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
-        needs_host: bool = False,
         first_id: RequestId | None = None,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
@@ -113,7 +112,7 @@ class Engine:
         branches = self._family(tokens, sampling, tenant, service_level, arrival_s)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
-            branch.deadline_s, branch.needs_host = due_s, needs_host
+            branch.deadline_s = due_s
         guide = self.guides.check(sampling.structured_outputs)
         if self.on_forecast is not None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))

@@ -57,7 +57,7 @@ _FROM_REQUEST = {
 }
 COUNTS = ("order", "tenant", "pad", "pad_left", *_FROM_REQUEST)
 _counts_of = attrgetter(*_FROM_REQUEST.values())
-FLAGS = ("live", "needs_host", "decoding", "padding", "done", "sharing", "reserved")
+FLAGS = ("live", "decoding", "padding", "done", "sharing", "reserved")
 
 
 class Rows:
@@ -93,7 +93,6 @@ class Rows:
             setattr(self, name, count)
         self._flags: Flag = np.zeros((len(FLAGS), num_rows), np.bool_)
         self.live: Flag
-        self.needs_host: Flag
         self.decoding: Flag  # takes part in plain decode
         self.padding: Flag  # has its last token; decodes only to fill the batch
         self.done: Flag  # has ended, waits for its batch to leave
@@ -106,7 +105,6 @@ class Rows:
         self.requests: list[Request | None] = [None] * num_rows
         self.num_live = 0
         self.num_reserved = 0
-        self.num_needs_host = 0
         self.any_sharing = False  # False: no flag of `sharing` is set
         self._free = list(range(num_rows))
         self._fenced: deque[tuple[int, int]] = deque()
@@ -131,9 +129,6 @@ class Rows:
         self._counts[:, row] = (order, tenant, 0, 0, *_counts_of(request))
         self._flags[:, row] = False
         self.live[row] = True
-        if request.needs_host:
-            self.needs_host[row] = True
-            self.num_needs_host += 1
         self.requests[row] = request
         self.num_live += 1
         request.row = row
@@ -159,7 +154,6 @@ class Rows:
         self.generation[row] = self.generation.item(row) + 1
         self.requests[row] = None
         self.num_live -= 1
-        self.num_needs_host -= request.needs_host
         if self.num_itl and self.itl_s.item(row) != np.inf:
             self.itl_s[row] = np.inf
             self.num_itl -= 1

@@ -30,6 +30,7 @@ from paceline.core.inputs import (
     Done,
     Expired,
     FailAll,
+    FailRequest,
     FinishRequest,
     Idle,
     Keys,
@@ -60,7 +61,6 @@ BRANCH = AddRequest(
     priority=-1,
     deadline_s=9.5,
     parent=RequestId(1),
-    needs_host=True,
     adapter=2,
     num_tokens=6,
     together=2,
@@ -89,7 +89,7 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     assert (request.id, request.num_prompt, request.num_tokens, request.max_total) == (2, 5, 6, 15)
     assert (request.tenant, request.deadline_s, request.arrival_s) == ("a", 9.5, 0.5)
     assert (request.service_level, request.priority) == (("batch", -1), 1)
-    assert (request.parent, request.needs_host, request.model, request.adapter) == (1, True, 0, 2)
+    assert (request.parent, request.model, request.adapter) == (1, 0, 2)
     assert not request.tokens.any()
     wanted = request.sampling
     assert (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible) == (
@@ -107,6 +107,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
     one = RequestId(1)
     given = [
         *(ADD, BRANCH, AbortRequest(request=one, detail="pruned"), FinishRequest(request=one, num_output=3)),
+        FailRequest(request=one, detail="grammar_error"),
         *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
         SetDeadline(request=one, deadline_s=None),
         SetPolicy(name="fair", options=(("output_token_cost", 2.0), ("tenant_weights", "a=2"))),

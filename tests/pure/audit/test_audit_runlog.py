@@ -93,7 +93,6 @@ def joining(seq: int = 1) -> StepRecord:
         priority=-1,
         deadline_s=9.5,
         parent=one,
-        needs_host=True,
         adapter=2,
         num_tokens=6,
         together=2,
@@ -141,7 +140,7 @@ def test_the_lines_of_a_log(tmp_path: Path) -> None:
         '{"v":2,"seq":1,"t_plan":0.75,"t_done":1.0,"inputs":['
         '["add",0.5,{"id":1,"num_prompt":9,"max_tokens":11,"arrival_s":0.25,"keys":["00010203","ff00"]}],'
         '["add",0.5,{"id":2,"num_prompt":5,"max_tokens":10,"arrival_s":0.5,"tenant":"a","priority":-1,'
-        '"deadline_s":9.5,"parent":1,"needs_host":true,"adapter":2,"num_tokens":6,"together":2}],'
+        '"deadline_s":9.5,"parent":1,"adapter":2,"num_tokens":6,"together":2}],'
         '["abort",0.6,3,"abort"],["keys",0.7,1,["00010203","ff00"]]],'
         '"plan":{"leaves":[4],"joins":{"row":[0,1],"generation":[1,3],"num_tokens":[9,5],'
         '"num_computed":[8,0],"limit":[20,15],"adapter":[0,2]},"spans":{"row":[0,1],"num_scheduled":[1,5]},'

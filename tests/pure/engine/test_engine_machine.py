@@ -107,8 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             sampling["stop_token_ids"] = (VOCAB // 16,)
         placing = {"tenant": rng.choice(("a", "a", "b")), "priority": rng.randint(-1, 1)}
         with contextlib.suppress(QueueFull, NeverFits):
-            ids = self.bench.add_all(tokens, rng.randint(1, 18), **sampling, **placing)
-            self.bench.request(ids[0]).needs_host = rng.random() < 0.1
+            self.bench.add_all(tokens, rng.randint(1, 18), **sampling, **placing)
 
     @precondition(lambda self: self.has())
     @rule(number=numbers)

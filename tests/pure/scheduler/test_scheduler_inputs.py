@@ -1,7 +1,6 @@
 """What a scheduler is told between steps: stops, deadlines, pauses and blocks; and rows that need the host."""
 
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -294,36 +293,6 @@ def test_an_unknown_request_is_named_or_ignored() -> None:
         scheduler.block(UNKNOWN, BlockReason.GRAMMAR, None)
     assert not scheduler.abort(UNKNOWN) and not scheduler.prune(UNKNOWN)
     assert not scheduler.finish_at(UNKNOWN, 1) and not scheduler.unblock(UNKNOWN)
-
-
-# -- rows that need the host -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_row_that_needs_the_host_skips_the_steps_until_its_token_is_seen(depth: int) -> None:
-    bench = Bench(engine_config(depth=depth), overlapped=True)
-    free, slow = bench.add(prompt(4), 60), bench.add(prompt(4, 1), 60)
-    bench.request(slow).needs_host = True
-    bench.step(2)
-    turns = []
-    for _ in range(4 * (depth + 1)):
-        seen = bench.step()
-        assert seen is not None and free in seen.decodes
-        turns.append(slow in seen.decodes)
-    assert turns.count(True) == 4, "one step in depth + 1"
-    assert not any(one and other for one, other in pairwise(turns))
-    bench.run()
-
-
-def test_without_overlap_a_row_that_needs_the_host_is_in_every_step() -> None:
-    bench = Bench()
-    request = bench.add(prompt(4), 10)
-    bench.request(request).needs_host = True
-    bench.step()
-    for _ in range(5):
-        seen = bench.step()
-        assert seen is not None and request in seen.decodes
-    bench.run()
 
 
 def test_tokens_of_a_request_are_its_prompt_and_what_was_delivered() -> None:

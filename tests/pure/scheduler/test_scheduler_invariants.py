@@ -285,13 +285,6 @@ def a_row_is_planned_twice(planned: PlannedState) -> None:
     )
 
 
-@breaks("the_host_sees_each_token_it_must")
-def a_row_is_computed_ahead_of_the_host(planned: PlannedState) -> None:
-    planned.rows.needs_host[planned.row(1)] = True
-    planned.rows.num_needs_host += 1
-    planned.rows.computed[planned.row(1)] -= 1
-
-
 @breaks("times_are_in_order")
 def a_first_token_comes_before_admission(planned: PlannedState) -> None:
     planned.bench.request(RequestId(1)).admitted_s = planned.state.now_s + 1

@@ -213,7 +213,7 @@ def test_a_row_is_written_anew_for_its_next_owner() -> None:
     """S23: nothing of the one before is left in any column."""
     used, fresh = Rows(1, 16), Rows(1, 16)
     before = request(1, 9, service_level=ServiceLevel(priority=3), arrival_s=4.0)
-    before.needs_host, before.preemptions = True, 2
+    before.preemptions = 2
     row = place(used, before, order=7, tenant=5)
     for name in ("computed", "scheduled", "pad", "pad_left", "num_tokens"):
         getattr(used, name)[row] = 6
@@ -229,7 +229,7 @@ def test_a_row_is_written_anew_for_its_next_owner() -> None:
     assert len(compared) > 15
     for name in set(compared) - {"generation", "outputs"}:
         assert getattr(used, name).tolist() == getattr(fresh, name).tolist(), name
-    assert (used.num_live, used.num_reserved, used.num_needs_host) == (1, 0, 0)
+    assert (used.num_live, used.num_reserved) == (1, 0)
 
 
 def test_a_request_takes_its_output_along_when_it_leaves() -> None:

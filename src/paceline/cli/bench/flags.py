@@ -1,4 +1,4 @@
-"""`paceline bench serve | sweep | compare | throughput | latency` on the command line.
+"""`paceline bench serve | sweep | compare | throughput | latency | structured` on the command line.
 
 What they do is in separate files, imported when one of them runs.
 """
@@ -16,6 +16,7 @@ from paceline.lab.bench.bench_options import (
     LatencyOptions,
     LoadRunOptions,
     MoreBounds,
+    StructuredOptions,
     SweepOptions,
     ThroughputOptions,
 )
@@ -40,6 +41,16 @@ Measure the engine with requests that arrive over time.
 
 Arrivals are Poisson. TTFT is the time from a request's arrival to its first token, ITL the time between two deliveries
 to one request.
+"""
+STRUCTURED_HELP = """
+Measure answers by a JSON schema against free text of the same length, in turns.
+
+  paceline bench structured --clients 8
+  paceline bench structured --schema person.json --whitespace
+  paceline bench structured --shape tiny --rows 64
+
+Every answer is as long in both. Tokens per step is what a row gets in a step: tokens that the schema leaves no choice
+about come several at once. With --shape the words are made up, and answers end where they are cut off.
 """
 
 SERVE_HELP = """
@@ -128,6 +139,13 @@ BENCH = CommandGroup(
                 run=_later("run", "latency"),
                 takes=(LatencyOptions, *ENGINE_PANELS),
                 defaults=ENGINE_DEFAULTS,
+            ),
+            Command(
+                name="structured",
+                help=STRUCTURED_HELP,
+                run=_later("run", "structured"),
+                takes=(StructuredOptions, *ENGINE_PANELS),
+                defaults={**ENGINE_DEFAULTS, "temperature": "0", "max_num_seqs": "--clients"},
             ),
         )
     },

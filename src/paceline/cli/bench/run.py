@@ -19,17 +19,35 @@ from paceline.cli.bench.view import Report, note, show, write
 from paceline.cli.flags import engine_options, split_list, writable
 from paceline.cli.terminal import RequestBar
 from paceline.config.options import from_values
-from paceline.errors import InputError
-from paceline.lab.bench.bench_options import BenchOptions, LatencyOptions, ThroughputOptions
+from paceline.core.sampling import SamplingParams
+from paceline.core.structure import Structure
+from paceline.errors import InputError, InvalidRequest
+from paceline.guide.check import check
+from paceline.lab.bench.bench_options import (
+    EngineBenchOptions,
+    LatencyOptions,
+    StructuredOptions,
+    ThroughputOptions,
+)
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
 from paceline.lab.bench.recheck import Case, choose, eager_llm, recheck
-from paceline.lab.bench.shapes import write_shape
+from paceline.lab.bench.shapes import write_shape, write_tokenizer
+from paceline.lab.bench.structured import (
+    SCHEMAS,
+    StructuredResult,
+    read_schema,
+    run_structured,
+    structure_of,
+    total_of,
+)
 from paceline.lab.bench.tables import (
     latency_json,
     latency_table,
     recheck_json,
     recheck_lines,
+    structured_json,
+    structured_table,
     throughput_json,
     throughput_table,
 )
@@ -82,9 +100,26 @@ def latency(values: Mapping[str, Any]) -> None:
         run_latency(options, task)
 
 
+def structured(values: Mapping[str, Any]) -> None:
+    options = from_values(StructuredOptions, values)
+    chosen = (
+        SCHEMAS if options.schema is None else {Path(options.schema).stem: read_schema(Path(options.schema))}
+    )
+    forms = {name: structure_of(schema, compact=not options.whitespace) for name, schema in chosen.items()}
+    try:
+        for structure in forms.values():
+            check(structure, "--schema")
+    except InvalidRequest as error:
+        raise InputError(str(error)) from error
+    with _task(
+        options, {**values, "max_num_seqs": values.get("max_num_seqs") or options.clients}, (), ()
+    ) as task:
+        run_forms(options, task, forms)
+
+
 @contextmanager
 def _task(
-    options: BenchOptions,
+    options: EngineBenchOptions,
     values: Mapping[str, Any],
     workloads: Sequence[BenchWorkload],
     skipped: Sequence[str],
@@ -204,6 +239,32 @@ async def _run_all(
     finally:
         if results:
             show(report.title, latency_table(results))
+
+
+# The runs of `paceline bench structured`: load, then every schema.
+
+
+def run_forms(options: StructuredOptions, task: BenchTask, forms: Mapping[str, Structure]) -> None:
+    engine = {**task.engine, "skip_tokenizer_init": False}
+    if options.shape is not None:
+        write_tokenizer(options.shape, Path(engine["model"]))
+    llm, startup_s = load(LLM, engine)
+    report = report_of("structured", task, llm, startup_s)
+    sampling = SamplingParams(temperature=options.temperature or 0.0, max_tokens=options.output_tokens)
+    results: list[StructuredResult] = []
+    with write(report, task.target) as save:
+        try:
+            warm_up(llm)
+            for name, structure in forms.items():
+                result = run_structured(
+                    llm, name, structure, sampling, clients=options.clients, rounds=options.rounds
+                )
+                results.append(result)
+                report.results.append(structured_json(result))
+                save()
+        finally:
+            if results:
+                show(report.title, structured_table([*results, total_of(results)]))
 
 
 # The runs of `paceline bench throughput`: load, warm up, every workload, the check afterwards.

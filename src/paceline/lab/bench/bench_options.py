@@ -9,8 +9,8 @@ from paceline.lab.bench.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(CheckedOptions):
-    """What both commands take beside the engine's options."""
+class EngineBenchOptions(CheckedOptions):
+    """What all commands that measure an engine take beside its options."""
 
     shape: str | None = option(
         None,
@@ -18,13 +18,6 @@ class BenchOptions(CheckedOptions):
         choices=tuple(SHAPES),
         basic=True,
         panel="Model",
-    )
-    trace: str | None = option(
-        None,
-        "trace file for the azure workloads (Azure 2023 CSV)",
-        basic=True,
-        panel="Workload",
-        metavar="FILE",
     )
     temperature: float | None = option(
         None,
@@ -41,6 +34,39 @@ class BenchOptions(CheckedOptions):
         panel="Results",
         metavar="FILE",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions(EngineBenchOptions):
+    """What `throughput` and `latency` take."""
+
+    trace: str | None = option(
+        None,
+        "trace file for the azure workloads (Azure 2023 CSV)",
+        basic=True,
+        panel="Workload",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOptions(EngineBenchOptions):
+    """What `paceline bench structured` takes beside the engine's options."""
+
+    clients: int = option(
+        8, "requests at a time", low=1, high=4096, basic=True, panel="Workload", also=("--rows",)
+    )
+    schema: str | None = option(
+        None,
+        "JSON schema to measure",
+        basic=True,
+        panel="Workload",
+        metavar="FILE",
+        default_text="four small ones",
+    )
+    whitespace: bool = option(False, "let the JSON have whitespace between its parts", panel="Workload")
+    output_tokens: int = option(200, "most tokens of an answer", low=1, panel="Workload")
+    rounds: int = option(3, "pairs of runs, of which the median counts", low=1, high=1000, panel="Workload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Shapes of well-known models, for measuring an engine where their weights are not at hand.
 
 Owns the descriptions (the fields of a config.json) and writing one into a folder that the engine can load with
-made-up weights. A shape has no tokenizer: workloads are token ids.
+made-up weights. A shape has no tokenizer, workloads are token ids; what needs text gets one of made-up words.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +83,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "eos_token_id": 1,
     },
 }
+WORD_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 # What the figures people compare with were measured with.
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 1024
@@ -98,3 +100,35 @@ def write_shape(name: str, folder: Path) -> dict[str, Any]:
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": 0.9,
     }
+
+
+def write_tokenizer(name: str, folder: Path) -> None:
+    """A tokenizer with as many tokens as the shape has: all bytes, then made-up words. Text becomes bytes; an answer
+    may be made of any of them."""
+    shape = SHAPES[name]
+    size, end = shape["vocab_size"], shape["eos_token_id"]
+    tokens = _byte_letters()
+    for length in itertools.count(2):
+        words = map("".join, itertools.product(WORD_LETTERS, repeat=length))
+        tokens += itertools.islice(words, size - len(tokens))
+        if len(tokens) == size:
+            break
+    vocabulary = {token: index for index, token in enumerate(tokens) if index != end}
+    added = {"id": end, "content": "<|end|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    value = {
+        "version": "1.0",
+        "added_tokens": [added | flags],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary | {"<|end|>": end}, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte in a tokenizer of bytes: itself where it can be seen."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = itertools.count(0x100)
+    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(0x100)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.lab.bench.latency import LatencyResult
 from paceline.lab.bench.recheck import Recheck
+from paceline.lab.bench.structured import StructuredResult
 from paceline.lab.bench.throughput import ThroughputResult
 from paceline.lab.report.summary import Distribution
 
@@ -81,6 +82,17 @@ _LATENCY: tuple[_Column, ...] = (
     ("preemptions", _number("preemptions", _count)),
 )
 
+_STRUCTURED: tuple[_Column, ...] = (
+    ("requests", _number("num_requests", _count)),
+    ("tokens", _number("output_tokens", _count)),
+    ("cut off", _number("cut_off", _count)),
+    ("free tok/s", _number("free_tokens_per_s")),
+    ("structured tok/s", _number("structured_tokens_per_s")),
+    ("ratio", _number("ratio")),
+    ("tokens per step, free", _number("free_tokens_per_step")),
+    ("tokens per step", _number("tokens_per_step")),
+)
+
 
 def split_grid(grid: Grid, width: int, *, edge: int, gap: int) -> list[Grid]:
     """As few tables as have room in a width, each with the first column. A table takes `edge` characters itself and
@@ -106,6 +118,15 @@ def throughput_table(results: Sequence[ThroughputResult]) -> Grid:
 
 def latency_table(results: Sequence[LatencyResult]) -> Grid:
     return _grid(results, _LATENCY)
+
+
+def structured_table(results: Sequence[StructuredResult]) -> Grid:
+    return _grid(results, _STRUCTURED)
+
+
+def structured_json(result: StructuredResult) -> dict[str, Any]:
+    rates = ("free_tokens_per_s", "structured_tokens_per_s")
+    return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
 
 
 def throughput_json(result: ThroughputResult) -> dict[str, Any]:

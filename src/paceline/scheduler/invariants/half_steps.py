@@ -105,7 +105,6 @@ _SAYS = attrgetter(
     "priority",
     "preemptions",
     "reserved",
-    "needs_host",
     "max_total",
     "displaced_at",
 )
@@ -117,7 +116,6 @@ SAYS = (
     "priority",
     "preemptions",
     "reserved",
-    "needs_host",
     "max_len",
     "displaced_at",
     "order",

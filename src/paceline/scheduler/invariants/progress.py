@@ -133,10 +133,9 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
     if any(row == span[0] for span in flight.spans):
         return None
     ended = rows.scheduled[row] + 1 >= rows.max_len[row]
-    waits_for_host = rows.needs_host[row] and rows.scheduled[row] != rows.computed[row]
     unsure = state.unsure_rows()  # it must copy a block, and where it writes is not known yet
     waits_for_drafts = unsure is not None and unsure[row] and rows.sharing[row]
-    if request.state is RequestState.BLOCKED or ended or waits_for_host or waits_for_drafts:
+    if request.state is RequestState.BLOCKED or ended or waits_for_drafts:
         return None
     return f"request {request.id} is first in order and not in the plan"
 

@@ -133,7 +133,6 @@ def gauges_are_what_they_count(context: CheckContext) -> str | None:
     gauges = [
         ("live rows", rows.num_live, count_set(live)),
         ("reserved rows", rows.num_reserved, count_set(rows.reserved & live)),
-        ("rows that need the host", rows.num_needs_host, count_set(rows.needs_host & live)),
         ("queued tokens", queue.num_tokens, sum([len(request.tokens) for request in queue])),
     ]
     for group in state.kv.groups:
@@ -182,24 +181,6 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
     wrong = first_true(planned.astype(np.bool_) & ~frames.flags["live"][steps])
     if wrong is not None:
         yield int(steps[wrong // frames.num_rows]), "a row that is not in use is planned"
-
-
-@invariant("S14h", moment=PLANNED)
-def the_host_sees_each_token_it_must(context: CheckContext) -> str | None:
-    """A row whose tokens the host must see before the next is computed decodes only when nothing of it is under way."""
-    rows = context.scheduler.state.rows
-    if context.plan is None or not rows.num_needs_host:
-        return None
-    *earlier, flight = context.scheduler.state.flights
-    high = len(flight.mask)
-    first = rows.scheduled[:high] - 1 if flight.first is None else flight.first
-    ahead = first > rows.computed[:high]
-    for other in earlier:
-        ahead[: len(other.mask)] |= other.mask[:high]
-    ahead &= flight.mask & rows.needs_host[:high]
-    if np.count_nonzero(ahead):
-        return f"row {int(ahead.argmax())} is computed ahead although the host must see its last token first"
-    return None
 
 
 @invariant("S9d")

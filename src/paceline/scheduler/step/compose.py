@@ -176,8 +176,6 @@ class Composer:
         high = rows.high
         mask = rows.decoding[:high].copy()
         mask[draft.held] = False
-        if rows.num_needs_host:  # the host must see the last token first
-            mask &= ~(rows.needs_host[:high] & (rows.scheduled[:high] != rows.computed[:high]))
         if self._state.drafts is not None:
             self._leave_out(draft, mask)
         if high >= draft.left and count_set(mask) >= draft.left:

@@ -14,7 +14,7 @@ from paceline.server.api.fields import Field, Kind, kind, list_of, shaped, text,
 
 MAX_CHOICES = 8192
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-_FORMAT = shaped((dict,), "an object with a type")
+_FORMAT = shaped((dict,), "an object with a type", {"type": "object"})
 _SCHEMA = shaped((dict, str, bool), "a JSON schema")
 _OWN_NAME = "structured_outputs"  # by which a Structure calls itself in errors
 
@@ -25,7 +25,7 @@ def openai_fields() -> list[Field]:
         Field("response_format", _FORMAT, "form of the answer: text, json_object or json_schema"),
         Field(
             "structured_outputs",
-            shaped((dict,), f"an object with one of {', '.join(FORMS)}"),
+            shaped((dict,), f"an object with one of {', '.join(FORMS)}", {"type": "object"}),
             f"form of the answer, by one of {', '.join(FORMS)}",
         ),
         Field("guided_json", _SCHEMA, "as structured_outputs.json"),

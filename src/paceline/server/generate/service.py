@@ -17,6 +17,7 @@ from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
 from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
+from paceline.guide.check import FIELD
 from paceline.guide.door import Door
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
 from paceline.models.files.sampling_defaults import GenerationDefaults
@@ -373,7 +374,8 @@ class Service:
             return ()
         field = body.structure_field
         # What is not asked for by such a field, this server has written.
-        return await self._door.check(structure, field, control_tokens=field not in STRUCTURE_FIELDS)
+        is_own = field not in STRUCTURE_FIELDS
+        return await self._door.check(structure, field or FIELD, control_tokens=is_own)
 
     async def _check_tools(self, body: ParsedBody, structure: Structure | None) -> tuple[str, ...]:
         """Schemas of tools come from the client; where none is followed, the grammar is all ours."""

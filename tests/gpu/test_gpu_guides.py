@@ -1,0 +1,68 @@
+"""Answers with a structure on the card: each token is one that its guide allows, and the others are not disturbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from paceline import LLM, SamplingParams
+from paceline.engine.guides import Guides
+from tests.gpu.engine_cases import PROMPTS, engine
+from tests.guides import ScriptedGuide, ScriptedMaker, structure
+
+
+def with_guides(llm: LLM) -> int:
+    """Structures by arithmetic, for a model without a tokenizer; returns the size of its vocabulary."""
+    inner, vocab_size = llm.loaded.engine, llm.loaded.checkpoint.spec.vocab_size
+    inner.guides = Guides(inner.scheduler, ScriptedMaker(vocab_size))
+    return vocab_size
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_every_token_is_allowed(eager: bool, depth: int) -> None:
+    """Rules, truncation, log-probabilities, branches and rows without a guide share their steps."""
+    params = [
+        SamplingParams(max_tokens=30, temperature=0.0, structured_outputs=structure(1, 17)),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=3, structured_outputs=structure(2, 30)),
+        SamplingParams(max_tokens=30, temperature=1.0, seed=4, ignore_eos=True),
+        SamplingParams(
+            max_tokens=30, temperature=0.8, seed=5, top_p=0.9, structured_outputs=structure(3, 25)
+        ),
+        SamplingParams(
+            max_tokens=30, temperature=0.8, seed=6, logprobs=2, structured_outputs=structure(4, 9)
+        ),
+        SamplingParams(
+            max_tokens=30, temperature=0.8, seed=7, min_tokens=4, n=2, structured_outputs=structure(5, 12)
+        ),
+        SamplingParams(
+            max_tokens=9, temperature=0.0, frequency_penalty=0.5, structured_outputs=structure(6, 12)
+        ),
+    ]
+    with engine("qwen3", enforce_eager=eager, depth=depth) as llm:
+        vocab_size = with_guides(llm)
+        outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
+    for output, given in zip(outputs, params, strict=True):
+        if given.structured_outputs is None:
+            assert len(output.outputs[0].token_ids) == 30
+            continue
+        for branch in output.outputs:
+            guide = ScriptedGuide(given.structured_outputs.source, vocab_size)
+            guide.consume(branch.token_ids)  # raises for a token that is not allowed
+            assert guide.is_over == (branch.finish_reason == "stop")
+            assert len(branch.token_ids) == min(given.max_tokens, guide.count)
+
+
+def test_rows_without_a_guide_give_what_they_give_alone() -> None:
+    free = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    guided = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=structure(8, 20))
+    with engine("qwen3") as llm:
+        with_guides(llm)
+        alone = [each.outputs[0].token_ids for each in llm.generate(PROMPTS[:4], free, use_tqdm=False)]
+        mixed = llm.generate([*PROMPTS[:4], *PROMPTS[:4]], [free] * 4 + [guided] * 4, use_tqdm=False)
+    # Together products may differ in their last bit, which seldom moves a token.
+    assert sum(each.outputs[0].token_ids == one for each, one in zip(mixed[:4], alone, strict=True)) >= 3
