@@ -332,10 +332,10 @@ class Generation:
                 and before + len(update.tokens) == ending.num_output
             )
             text = branch.push(update.tokens, ends_with_stop_token=is_stop)
-            if events is not None:
-                events += branch.events
             if branch.cut_at is not None and ending is None:
                 part.stream.finish_at(update.branch, branch.cut_at)
+            if events is not None:
+                events += branch.events
             self._count(len(output.token_ids) - before, update.time_s)
         if ending is not None:
             text += self._end(part, branch, ending)
