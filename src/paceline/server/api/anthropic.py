@@ -47,7 +47,7 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
-from paceline.server.api.tool_fields import read_anthropic_thinking, tool_fields
+from paceline.server.api.tool_fields import anthropic_tool_fields, read_anthropic_thinking
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
@@ -90,8 +90,7 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         Field(
             "system", shaped((str, list), SYSTEM_MUST), "instructions for the model, before the conversation"
         ),
-        *(field for field in tool_fields() if field.name != "parallel_tool_calls"),
-        Field("thinking", shaped((dict,), "an object"), "a budget of reasoning, or none of it"),
+        *anthropic_tool_fields(),
         only("mcp_servers", []),
         *structures.anthropic_fields(),
         *unsupported("container", "context_management"),

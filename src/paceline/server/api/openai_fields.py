@@ -25,7 +25,7 @@ from paceline.server.api.fields import (
     without_effect,
 )
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
-from paceline.server.api.tool_fields import reasoning_fields, tool_fields
+from paceline.server.api.tool_fields import openai_tool_fields, reasoning_fields
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
@@ -99,7 +99,7 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
         Field("top_logprobs", whole(0, limits.top_logprobs), "likeliest tokens at each place"),
         Field("chat_template_kwargs", switches, "switches of the chat template"),
         *template_fields(),
-        *tool_fields(),
+        *openai_tool_fields(),
         *reasoning_fields(limits),
         only("add_special_tokens", False),
         only("echo", False),

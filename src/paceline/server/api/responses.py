@@ -44,9 +44,9 @@ from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
 from paceline.server.api.tool_fields import (
     EFFORTS,
+    openai_tool_fields,
     read_thinking,
     reasoning_fields,
-    tool_fields,
 )
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
@@ -62,6 +62,7 @@ RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 RESULTS = ("function_call_output", "custom_tool_call_output")
+EFFORT_SCHEMA = {"type": "object", "properties": {"effort": {"type": "string", "enum": list(EFFORTS)}}}
 
 
 def responses_table(limits: RequestLimits) -> FieldTable:
@@ -79,12 +80,12 @@ def responses_table(limits: RequestLimits) -> FieldTable:
             without_effect("stream_options", shaped((dict,), "an object")),
             without_effect("max_tool_calls", whole(0, LARGEST)),
             *structures.responses_fields(),
-            *tool_fields(),
+            *openai_tool_fields(),
             only("include", []),
             only("truncation", "disabled"),
             only("background", False),
             only("top_logprobs", 0),
-            Field("reasoning", shaped((dict,), "an object"), "effort: a budget of reasoning"),
+            Field("reasoning", shaped((dict,), "an object", EFFORT_SCHEMA), "effort: a budget of reasoning"),
             *(field for field in reasoning_fields(limits) if field.name != "reasoning_effort"),
             *unsupported("prompt", "conversation", "previous_response_id"),
         ],

@@ -27,17 +27,33 @@ _TOOLS = shaped(
 Json = Mapping[str, Any]
 
 
-def tool_fields() -> list[Field]:
+def openai_tool_fields() -> list[Field]:
     """Fields of a conversation whose answer may call tools."""
+    modes = {"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, {"type": "object"}]}
+    chosen = shaped((str, dict), "a text or an object", modes)
     return [
         Field("tools", _TOOLS, f"functions that the model may call, at most {MAX_TOOLS}"),
-        Field(
-            "tool_choice",
-            shaped((str, dict), "a text or an object"),
-            "none, auto, required, or one function; default: auto",
-        ),
+        Field("tool_choice", chosen, "none, auto, required, or one function; default: auto"),
         Field("parallel_tool_calls", FLAG, "whether one answer may hold several calls (default)"),
     ]
+
+
+def anthropic_tool_fields() -> list[Field]:
+    """The same as Anthropic has them, and its field about reasoning."""
+    modes = _with_type("auto", "any", "tool", "none", name="string", disable_parallel_tool_use="boolean")
+    kinds = _with_type("enabled", "adaptive", "disabled", budget_tokens="integer")
+    return [
+        Field("tools", _TOOLS, f"tools that the model may use, at most {MAX_TOOLS}"),
+        Field("tool_choice", shaped((dict,), "an object", modes), "auto, any, tool or none; default: auto"),
+        Field("thinking", shaped((dict,), "an object", kinds), "a budget of reasoning, or none of it"),
+    ]
+
+
+def _with_type(*kinds: str, **others: str) -> dict[str, Any]:
+    """The schema of an object that has one of these types."""
+    parts: dict[str, Any] = {name: {"type": kind} for name, kind in others.items()}
+    parts["type"] = {"type": "string", "enum": list(kinds)}
+    return {"type": "object", "properties": parts, "required": ["type"]}
 
 
 def reasoning_fields(limits: RequestLimits) -> list[Field]:

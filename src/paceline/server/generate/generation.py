@@ -334,9 +334,9 @@ class Generation:
             text = branch.push(update.tokens, ends_with_stop_token=is_stop)
             if branch.cut_at is not None and ending is None:
                 part.stream.finish_at(update.branch, branch.cut_at)
+            self._count(len(output.token_ids) - before, update.time_s)
             if events is not None:
                 events += branch.events
-            self._count(len(output.token_ids) - before, update.time_s)
         if ending is not None:
             text += self._end(part, branch, ending)
             if events is not None:
