@@ -166,7 +166,7 @@ BAD: list[tuple[object, int, str | None, str]] = [
     (line("model", CHAT, model="gpt-4", messages=HELLO), 404, "model", "is not loaded"),
     (line("none", CHAT), 400, "messages", "messages must be a list"),
     (line("role", CHAT, messages=[{"role": "x", "content": "y"}]), 400, "messages", "messages[0].role"),
-    (line("tools", CHAT, messages=HELLO, tools=[{}]), 400, "tools", "tools is not supported"),
+    (line("tools", CHAT, messages=HELLO, tools=[{}]), 400, "tools", "the name of tools[0] must be"),
     (
         line("format", CHAT, messages=HELLO, response_format=schema_format({"type": "strin"})),
         *(400, "response_format", "response_format: Invalid type"),

@@ -200,7 +200,7 @@ def test_mistakes_have_the_clients_own_exceptions(client: Anthropic) -> None:
     assert "temperature" in refused(anthropic.BadRequestError, bad, extra_body={"temperature": 3})
     assert "messages" in refused(anthropic.BadRequestError, bad, messages=[])
     assert "max_tokens" in refused(anthropic.BadRequestError, bad, max_tokens=0)
-    tool = {"name": "f", "input_schema": {"type": "object"}}
+    tool = {"name": "f f", "input_schema": {"type": "object"}}
     assert "tools" in refused(anthropic.BadRequestError, bad, tools=[tool])
     image = {"type": "image", "source": {"type": "url", "url": "http://localhost/"}}
     refused(anthropic.BadRequestError, bad, messages=[{"role": "user", "content": [image]}])

@@ -287,8 +287,8 @@ def test_mistakes_have_the_clients_own_exceptions(client: OpenAI) -> None:
     refused(openai.BadRequestError, "invalid_value", "temperature", temperature=3)
     refused(openai.BadRequestError, "invalid_value", "messages", messages=[])
     refused(openai.NotFoundError, "model_not_found", "model", model="another")
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    refused(openai.BadRequestError, "unsupported_parameter", "tools", tools=tools)
+    tools = [{"type": "function", "function": {"name": "f f", "parameters": {}}}]
+    refused(openai.BadRequestError, "invalid_value", "tools", tools=tools)
     long = refused(
         openai.BadRequestError, "context_length_exceeded", "messages", messages=user("x" * (2 * ENDLESS))
     )

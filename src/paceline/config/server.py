@@ -43,6 +43,17 @@ class ApiConfig(CheckedOptions):
         600.0, "longest duration of a request, in seconds", low=0.05, flag="--request-timeout"
     )
 
+    tool_call_parser: str = option(
+        "auto", "how the model writes tool calls, by vLLM's names; auto: by its chat template; none: no tools"
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning, by vLLM's names; auto: by its chat template; none: as text",
+    )
+    max_thinking_tokens: int | None = option(
+        None, "most tokens of reasoning in an answer; a request may ask for fewer", low=0
+    )
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names given for the model; empty when it keeps its own."""

@@ -65,7 +65,6 @@ CALLS: Hints = {
     "pooling_params": _POOLING,
     "mm_processor_kwargs": _MEDIA,
     "prompt_token_ids": 'give them as the prompt: {"prompt_token_ids": [...]}',
-    "tools": "there is no tool calling; describe the functions in a message and read the answer",
     "chat_template_content_format": "the template decides; leave it out",
     "tokenization_kwargs": "give token ids as the prompt to tokenize it in another way",
     "truncate_prompt_tokens": "shorten the prompt before the call",

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
+from paceline.text.tools.reading import read_openai_tools
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
 #
@@ -190,14 +191,17 @@ class AsyncLLM(ModelHolder):
         tenant: str = "default",
         service_tier: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
         **unsupported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream an answer to a conversation."""
+        """Stream an answer to a conversation; `tools` as in `LLM.chat`."""
         check_call(self.chat, unsupported)
+        use = read_openai_tools({"tools": tools or (), "tool_choice": tool_choice})
         params = sampling_params or self._front.chat_sampling
 
         def read() -> PreparedRequest:
-            return self._front.read_chat(messages, params, switches=chat_template_kwargs)
+            return self._front.read_chat(messages, params, switches=chat_template_kwargs, use=use)
 
         return self._stream(read, request_id, tenant, ServiceLevel(class_of(service_tier), priority))
 

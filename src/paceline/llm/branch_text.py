@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
-from paceline.llm.outputs import CompletionOutput, Logprob
+from paceline.llm.outputs import CompletionOutput, Logprob, ToolCall
+from paceline.text.answer import AnswerEvent, AnswerForm, AnswerReader
+from paceline.text.reasoning import Reasoned
 from paceline.text.stream import TextStream
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 
 _STOP, _ERROR = FinishReason.STOP.value, FinishReason.ERROR.value
 DEADLINE = "deadline"  # the detail of an abort: its time was up
@@ -22,10 +25,18 @@ DEADLINE = "deadline"  # the detail of an abort: its time was up
 class BranchText:
     """Brings one `CompletionOutput` up to date; its text is handed out in pieces and not kept here."""
 
-    __slots__ = ("_ends", "_stop_ids", "_stream", "_tokenizer", "cut_at", "output")
+    __slots__ = (
+        *("_call", "_ends", "_reader", "_stop_ids", "_stream", "_tokenizer"),
+        *("cut_at", "events", "output"),
+    )
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], sampling: SamplingParams
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        form: AnswerForm | None = None,
     ) -> None:
         self.output = CompletionOutput(index=index)
         if sampling.logprobs is not None:
@@ -35,8 +46,15 @@ class BranchText:
         self._stop_ids = sampling.stop_token_ids
         self._ends = () if tokenizer is None else tokenizer.eos_token_ids
         self._stream: TextStream | None = None
+        self._reader: AnswerReader | None = None  # where an answer may be more than text
+        self._call: tuple[CallBegin, list[str]] | None = None  # that has begun, and its arguments
+        self.events: list[
+            AnswerEvent
+        ] = []  # what the last `push` or `finish` brought, where there is a reader
         if tokenizer is not None and sampling.detokenize:
-            self._stream = TextStream(tokenizer, prompt_ids, sampling)
+            shown = frozenset() if form is None else form.shown_ids
+            self._stream = TextStream(tokenizer, prompt_ids, sampling, shown)
+            self._reader = None if form is None else AnswerReader(form)
 
     @property
     def has_text(self) -> bool:
@@ -48,14 +66,54 @@ class BranchText:
             return ""
         output = self.output
         output.token_ids += tokens
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return ""
         # An answer whose structure is complete ends with a token of its text.
         is_stop = ends_with_stop_token and (tokens[-1] in self._stop_ids or tokens[-1] in self._ends)
-        text = self._stream.push(tokens, ends_with_stop_token=is_stop)
-        if self._stream.stopped_at is not None:
-            self._cut(self._stream)
+        if self._reader is not None:
+            text = self._read(stream, self._reader, tokens, is_stop)
+        else:
+            text = stream.push(tokens, ends_with_stop_token=is_stop)
+        if stream.stopped_at is not None:
+            self._cut(stream)
         return text
+
+    def _read(self, stream: TextStream, reader: AnswerReader, tokens: list[int], is_stop: bool) -> str:
+        """The text among what these tokens brought; `events` has all of it."""
+        self.events, done = [], 0
+        # One by one, so that the tokens of the reasoning are counted.
+        while done < len(tokens) and reader.may_reason and stream.stopped_at is None:
+            was_reasoning, is_last = reader.is_reasoning, done + 1 == len(tokens)
+            text = stream.push(tokens[done : done + 1], ends_with_stop_token=is_stop and is_last)
+            self.events += reader.push(text)
+            self.output.num_reasoning_tokens += was_reasoning or reader.is_reasoning
+            done += 1
+        if done < len(tokens):
+            self.events += reader.push(stream.push(tokens[done:], ends_with_stop_token=is_stop))
+        return self._note(self.events)
+
+    def _note(self, events: Sequence[AnswerEvent]) -> str:
+        """Bring the output up to date; returns its new text."""
+        output, texts = self.output, []
+        for event in events:
+            match event:
+                case Said(text):
+                    texts.append(text)
+                case Reasoned(text):
+                    output.reasoning = (output.reasoning or "") + text
+                case CallBegin():
+                    self._call = (event, [])
+                case CallArguments(_, text) if self._call is not None:
+                    self._call[1].append(text)
+                case CallEnd(_, is_complete) if self._call is not None:
+                    begun, pieces = self._call
+                    arguments = "".join(pieces)
+                    call = ToolCall(
+                        id=begun.id, name=begun.name, arguments=arguments, is_complete=is_complete
+                    )
+                    output.tool_calls += (call,)
+        return "".join(texts)
 
     def begin_with(self, parent: CompletionOutput) -> None:
         """Start as a branch of another one, with what that has."""
@@ -79,6 +137,9 @@ class BranchText:
             rest = self._stream.finish()
             if self._stream.stopped_at is not None:  # completed by characters that were held back until now
                 self._cut(self._stream)
+        if self._reader is not None:
+            self.events = [*self._reader.push(rest), *self._reader.flush()]
+            rest = self._note(self.events)
         if output.logprobs is not None:
             del output.logprobs[len(output.token_ids) :]
         output.finish_reason = reason if self.cut_at is None else _STOP

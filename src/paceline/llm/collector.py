@@ -161,7 +161,7 @@ class Collector:
         )
         whole = OpenOutput(output, prepared)
         for index, request_id in enumerate(ids):
-            text = BranchText(index, self._tokenizer, prepared.token_ids, sampling)
+            text = BranchText(index, self._tokenizer, prepared.token_ids, sampling, prepared.form)
             output.outputs.append(text.output)
             whole.branches.append(BranchOutput(request_id, whole, text))
             self._branches[request_id] = whole.branches[-1]
@@ -185,7 +185,9 @@ class Collector:
         outputs = whole.output.outputs
         first = len(outputs)
         for request_id in ids:
-            text = BranchText(len(outputs), self._tokenizer, prepared.token_ids, prepared.sampling)
+            text = BranchText(
+                len(outputs), self._tokenizer, prepared.token_ids, prepared.sampling, prepared.form
+            )
             text.begin_with(parent.output)
             outputs.append(text.output)
             branch = BranchOutput(request_id, whole, text, num_taken_over=len(parent.output.token_ids))

@@ -12,7 +12,14 @@ from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
-from paceline.llm.prompts import ChatPrompts, Messages, PreparedRequest, Prompt, PromptReader
+from paceline.llm.prompts import (
+    ChatPrompts,
+    Messages,
+    PreparedRequest,
+    Prompt,
+    PromptReader,
+    prepared_chat,
+)
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
 
@@ -57,8 +64,11 @@ class Frontend:
     def read_chat(self, messages: Messages, sampling: SamplingParams, **template: Any) -> PreparedRequest:
         """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
         _check_structure(sampling)
-        text, ids = self._chat.render(messages, **template)
-        return self._reader.prepare(text, ids, sampling)
+        chat, ids = self._chat.render(messages, structure=sampling.structured_outputs, **template)
+        use = template.get("use")
+        if use is not None and use.follows_schemas and chat.structure is not None:
+            check(chat.structure, "tools")
+        return prepared_chat(self._reader, chat, ids, sampling)
 
     def fork(self, name: str, branch: int, count: int) -> list[int]:
         """Branch one output of a request under way; returns the indexes of the new outputs."""

@@ -17,6 +17,7 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.offline import Submission, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
+from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
 
@@ -125,10 +126,16 @@ class LLM(ModelHolder):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations: one, as a list of messages, or a list of them."""
+        """Answer conversations: one, as a list of messages, or a list of them.
+
+        With `tools`, in OpenAI's form, outputs have `tool_calls` and `reasoning` apart from their text.
+        """
         check_call(self.chat, unsupported)
+        use = read_openai_tools({"tools": tools or (), "tool_choice": tool_choice})
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         params = _params(sampling_params, self._front.chat_sampling, len(conversations))
@@ -141,6 +148,7 @@ class LLM(ModelHolder):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 switches=chat_template_kwargs,
+                use=use,
             )
             prepared.append(request)
         return self._run(prepared, None, use_tqdm=use_tqdm)

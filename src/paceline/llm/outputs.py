@@ -18,6 +18,16 @@ class Logprob:
 Logprobs = list[dict[int, Logprob]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool. Its arguments are a JSON object, unless the answer broke off inside (`is_complete`)."""
+
+    id: str
+    name: str
+    arguments: str
+    is_complete: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One branch of a request, as far as it has come."""
@@ -31,6 +41,10 @@ class CompletionOutput:
     # The stop string or stop id that was met; deadline, when its time was up.
     stop_reason: int | str | None = None
     error: str | None = None  # what went wrong, when finish_reason is error
+    # Of conversations, where the model has them; `text` is then the answer without them.
+    reasoning: str | None = None
+    num_reasoning_tokens: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -47,6 +61,9 @@ class CompletionOutput:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            reasoning=self.reasoning,
+            num_reasoning_tokens=self.num_reasoning_tokens,
+            tool_calls=self.tool_calls,
         )
 
 

@@ -14,7 +14,8 @@ from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.arguments import PROMPT_KEYS
-from paceline.text.chat_template import ChatTemplate
+from paceline.text.answer import AnswerForm
+from paceline.text.dialect import ChatRequest, Dialect
 from paceline.text.tokenizer import Tokenizer
 
 # Words that must not be produced, as the token sequences that would spell them.
@@ -55,6 +56,7 @@ class PreparedRequest:
     text: str | None
     token_ids: list[int]
     sampling: SamplingParams
+    form: AnswerForm | None = None  # of a conversation whose answer may be more than text
 
 
 class PromptReader:
@@ -141,22 +143,32 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatPrompts:
-    """Renders conversations for one model."""
+    """Renders conversations for one model. `settings` as in `Dialect`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, **settings: Any) -> None:
         self._tokenizer = tokenizer
-        self._own = None if tokenizer is None else ChatTemplate.for_tokenizer(tokenizer)
+        self._settings = settings
+        self._own = None if tokenizer is None else Dialect(tokenizer, **settings)
 
     def render(
         self, messages: Messages, *, template: str | None = None, **options: Any
-    ) -> tuple[str, list[int]]:
-        """The prompt as text and as token ids, by the model's template or another; `options` as in `ChatTemplate`."""
-        if self._tokenizer is None or self._own is None:
+    ) -> tuple[ChatRequest, list[int]]:
+        """The prompt and its token ids, by the model's template or another; `options` as in `Dialect.read`."""
+        tokenizer, chosen = self._tokenizer, self._own
+        if tokenizer is None or chosen is None:
             raise InvalidRequest(
                 "chat needs a tokenizer; the engine was started without one", param="messages"
             )
-        chosen = self._own
         if template is not None:
-            chosen = ChatTemplate.for_tokenizer(self._tokenizer, source=template)
-        prompt = chosen.render(messages, **options)
-        return prompt.text, self._tokenizer.encode_template(prompt)
+            chosen = Dialect(tokenizer, source=template, **self._settings)
+        chat = chosen.read(messages, **options)
+        return chat, tokenizer.encode_template(chat.prompt)
+
+
+def prepared_chat(
+    reader: PromptReader, chat: ChatRequest, ids: list[int], sampling: SamplingParams
+) -> PreparedRequest:
+    """A rendered conversation that the engine can take, with the form of its answer."""
+    if chat.structure is not sampling.structured_outputs:
+        sampling = replace(sampling, structured_outputs=chat.structure)
+    return replace(reader.prepare(chat.prompt.text, ids, sampling), form=chat.form)

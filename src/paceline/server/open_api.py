@@ -77,6 +77,9 @@ def open_api(
             max_queued_tokens=config.max_waiting_tokens,
             request_timeout_s=config.request_timeout_s,
             queue_timeout_s=config.queue_timeout_s,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            max_thinking_tokens=config.max_thinking_tokens,
         )
         service = Service(client, served, settings, observer=observer, billing=billing)
         batches = open_batches(service, routes(service), batch_settings)

@@ -44,9 +44,11 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids`: special tokens that are text nonetheless."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         table = tokenizer.table
         self._steps: _Bytes | _Window
         if table is not None:
@@ -237,12 +239,19 @@ def _following(state: _State | None, character: str, root: _State) -> _State:
 class TextStream:
     """One request's output as text. `push` every token once, in order; `finish` when the request has ended."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._detokenizer = Detokenizer(
             tokenizer,
             prompt_ids,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            shown_ids=shown_ids,
         )
         stops, include = sampling.stop, sampling.include_stop_str_in_output
         self._matcher = StopMatcher(stops, include_stop=include) if stops else None

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.e2e.catalogue.entry import (
     CHAT,
+    COMPLETIONS,
     CONTEXT_LENGTH,
     COUNT,
     MESSAGES,
@@ -13,6 +14,7 @@ from tests.e2e.catalogue.entry import (
     OK,
     RESPONSES,
     TOKENIZE,
+    TOO_COMPLEX,
     UNSUPPORTED,
     VALUE,
     Answer,
@@ -180,43 +182,139 @@ def templates() -> list[Entry]:
     ]
 
 
+def tool_for(route: str, name: Any = "f", schema: Any = None, **more: Any) -> dict[str, Any]:
+    """A tool as the API of this route spells it."""
+    given = {"type": "object"} if schema is None else schema
+    if route in (MESSAGES, COUNT):
+        return {"name": name, "input_schema": given, **more}
+    inner = {"name": name, "parameters": given, **more}
+    return {"type": "function", "function": inner} if route == CHAT else {"type": "function", **inner}
+
+
 def tools() -> list[Entry]:
-    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    routes = (CHAT, MESSAGES, RESPONSES, COUNT)
+    no_lists: list[Any] = ["x", {}, 5, [5]]
+    deep: Any = 1
+    for _ in range(40):
+        deep = {"a": deep}
+    wrong = [
+        *(("a b",), ("",), (5,), ("x" * 129,), ("f\n",), ('f"}',)),  # names
+        *(("f", {"type": "array"}), ("f", 5), ("f", [1]), ("f", {"properties": deep})),
+    ]
     schemas: list[Any] = [
         {"$ref": "#"},
-        {"type": "stsring"},
-        {"type": "string", "pattern": "(a+)+$"},
-        {"enum": ["x"] * 10_000},
+        {"properties": {"a": {"type": "stsring"}}},
+        {"properties": {"a": {"type": "string", "pattern": "(a+)+$"}}},
+        {"properties": {"a": {"enum": ["x"] * 1_000, "anyOf": 5, "type": [{}]}}},
     ]
-    given: list[Any] = [
-        *("x", {}, 5, [function], [function] * 129, [{"type": "function", "function": {"name": "a b"}}]),
-        *([{"type": "function", "function": {"name": "f", "parameters": schema}}] for schema in schemas),
-    ]
+    named = {"type": "function", "function": {"name": "x"}}
     return [
+        *(asking(81, route, {"tools": value}, VALUE) for route in routes for value in no_lists),
+        *(asking(81, route, {"tools": [tool_for(route, *bad)]}, VALUE) for route in routes for bad in wrong),
+        *(asking(81, route, {"tools": [tool_for(route, strict=5)]}, VALUE) for route in routes),
+        *(asking(81, route, {"tools": [tool_for(route, description=5)]}, VALUE) for route in routes),
+        *(asking(81, route, {"tools": [tool_for(route)] * 2}, VALUE) for route in routes),
         *(
-            asking(81, route, {"tools": value}, UNSUPPORTED)
-            for route in (CHAT, MESSAGES, RESPONSES, COUNT)
-            for value in given
+            asking(81, route, {"tools": [tool_for(route, f"f{index}") for index in range(129)]}, TOO_COMPLEX)
+            for route in routes
         ),
+        *(asking(81, route, {"tools": [{"type": "web_search"}]}, UNSUPPORTED) for route in routes),
+        # What a tool takes matters only where its schema is followed.
+        *(
+            asking(81, route, {"tools": [tool_for(route, "f", schema)]}, OK, CONTEXT_LENGTH)
+            for route in routes
+            for schema in schemas
+        ),
+        *(asking(81, route, {"tools": [tool_for(route)]}, OK) for route in routes),
         *(asking(81, route, {"tools": []}, OK) for route in (CHAT, MESSAGES, RESPONSES)),
-        *(asking(81, route, {"tools": [function], "tool_choice": "none"}, OK) for route in (CHAT, RESPONSES)),
-        *(asking(81, CHAT, {"tools": value, "tool_choice": "none"}, UNSUPPORTED) for value in NO_TOOLS),
-        asking(81, MESSAGES, {"tools": [function], "tool_choice": {"type": "none"}}, OK),
+        *(
+            asking(81, route, {"tools": [tool_for(route)], "tool_choice": "none"}, OK)
+            for route in (CHAT, RESPONSES)
+        ),
+        *(asking(81, CHAT, {"tools": value, "tool_choice": "none"}, VALUE) for value in NO_TOOLS),
+        asking(81, MESSAGES, {"tools": [tool_for(MESSAGES)], "tool_choice": {"type": "none"}}, OK),
+        asking(81, COMPLETIONS, {"tools": [tool_for(CHAT)]}, UNSUPPORTED),
         conversation(81, CHAT, [*calling("{}"), {"role": "tool", "tool_call_id": "c1", "content": "7"}], OK),
-        asking(81, CHAT, {"functions": [function]}, UNSUPPORTED),
+        asking(81, CHAT, {"functions": [tool_for(CHAT)]}, UNSUPPORTED),
         *(conversation(81, CHAT, calling(value), VALUE, CONTEXT_LENGTH) for value in NO_ARGUMENTS),
         conversation(81, CHAT, calling('{"a": NaN}'), OK, VALUE),
         conversation(81, CHAT, calling({"a": "<|end|>"}), OK),
         *(conversation(81, CHAT, [{"role": "assistant", "tool_calls": value}], VALUE) for value in NO_CALLS),
+        # A call is asked for and there is no tool, or another one.
+        *asking_each(
+            82, CHAT, "tool_choice", ["required", "any", named, 5, {}, {"type": "allowed_tools"}], VALUE
+        ),
+        *(
+            asking(82, CHAT, {"tools": [tool_for(CHAT)], "tool_choice": value}, VALUE)
+            for value in (named, "f")
+        ),
+        *asking_each(
+            82, MESSAGES, "tool_choice", [{"type": "any"}, {"type": "tool", "name": "x"}, "auto"], VALUE
+        ),
+        *asking_each(82, RESPONSES, "tool_choice", ["required", {"type": "function", "name": "x"}], VALUE),
+        asking(82, CHAT, {"tools": [tool_for(CHAT)], "parallel_tool_calls": "no"}, VALUE),
+        asking(82, CHAT, {"tools": [tool_for(CHAT)], "tool_choice": "required"}, OK),
+        *asking_each(82, CHAT, "tool_choice", ["none", "auto"], OK),
+        *reasoning(),
+        *blocks(),
+    ]
+
+
+def reasoning() -> list[Entry]:
+    """Budgets of reasoning; a model without it takes them and has no use for them."""
+    return [
+        *asking_each(82, CHAT, "reasoning_effort", ["most", 5, ""], VALUE),
+        *asking_each(82, CHAT, "reasoning_effort", ["none", "low", "high"], OK),
+        *asking_each(82, CHAT, "thinking_token_budget", [-1, 1.5, "x", 10**9], VALUE),
+        *asking_each(82, CHAT, "thinking_token_budget", [0, 100], OK),
+        *asking_each(82, CHAT, "include_reasoning", [5], VALUE),
+        *asking_each(82, RESPONSES, "reasoning", [{"effort": "most"}, 5, {"effort": []}], VALUE),
+        *asking_each(82, RESPONSES, "reasoning", [{}, {"effort": "low"}], OK),
         *asking_each(
             82,
-            CHAT,
-            "tool_choice",
-            ["required", {"type": "function", "function": {"name": "x"}}, 5],
-            UNSUPPORTED,
+            MESSAGES,
+            "thinking",
+            [5, {}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": -1}, {"type": "x"}],
+            VALUE,
         ),
-        asking(82, MESSAGES, {"tool_choice": {"type": "any"}}, UNSUPPORTED),
-        *asking_each(82, CHAT, "tool_choice", ["none", "auto"], OK),
+        *asking_each(
+            82, MESSAGES, "thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 5}], OK
+        ),
+    ]
+
+
+def blocks() -> list[Entry]:
+    """Calls and their results as the other two APIs send them back."""
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
+    wrong_uses = ({**use, "input": "x"}, {**use, "id": 5}, {**use, "name": None})
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "7"}
+    wrong_calls = (
+        {**call, "arguments": "{"},
+        {**call, "arguments": 5},
+        {**call, "name": 5},
+        {**call, "call_id": 5},
+    )
+    return [
+        conversation(
+            82, MESSAGES, [*user("x"), {"role": "assistant", "content": [use]}, *user([result])], OK
+        ),
+        *(
+            conversation(
+                82, MESSAGES, [*user("x"), {"role": "assistant", "content": [bad]}, *user("y")], VALUE
+            )
+            for bad in wrong_uses
+        ),
+        conversation(82, MESSAGES, user([{**result, "tool_use_id": 5}]), VALUE),
+        conversation(82, MESSAGES, user([{**result, "content": [{"type": "image"}]}]), MODALITY),
+        conversation(82, MESSAGES, user([use]), MODALITY),
+        conversation(82, RESPONSES, [*user("x"), call, output], OK),
+        *(conversation(82, RESPONSES, [*user("x"), bad, output], VALUE) for bad in wrong_calls),
+        conversation(82, RESPONSES, [*user("x"), call, {**output, "output": 5}], VALUE),
+        conversation(82, RESPONSES, [{"type": "reasoning", "content": 5}, *user("x")], VALUE),
+        conversation(82, RESPONSES, [{"type": "reasoning"}], VALUE),
+        conversation(82, RESPONSES, [{"type": "web_search_call"}], UNSUPPORTED),
     ]
 
 

@@ -28,6 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 OK = (200, "")
 VALUE, UNSUPPORTED = (400, "invalid_value"), (400, "unsupported_parameter")
+TOO_COMPLEX = (400, "grammar_too_complex")
 CONTEXT_LENGTH, MODALITY = (400, "context_length_exceeded"), (400, "unsupported_modality")
 NO_MODEL, NO_ROUTE, BAD_KEY = (404, "model_not_found"), (404, "not_found"), (401, "invalid_api_key")
 QUEUE_FULL = (429, "queue_full")

@@ -173,8 +173,7 @@ def fields() -> list[Entry]:
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "audio", {"voice": "x"}),
         (CHAT, "documents", []),
-        (CHAT, "reasoning_effort", "high"),
-        (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 1024}),
+        (COMPLETIONS, "reasoning_effort", "high"),
         (RESPONSES, "previous_response_id", "resp_1"),
         (RESPONSES, "background", True),
     ]

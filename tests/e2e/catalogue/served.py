@@ -45,6 +45,7 @@ FOLDER, VARIABLE = "canary-folder-d41d", "canary-variable-3b9f"
 OTHERS_PROMPT = "canary prompt of beta 6e0c"
 # Shows everything of a message that a template can show, and refuses what one word asks it to refuse.
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
     "{% for message in messages %}"
     "{% if message['content'] == 'please raise' %}{{ raise_exception('words of the template') }}{% endif %}"
     "{{ '<|start|>' + message['role'] + '\\n' }}{{ message['content'] or '' }}"

@@ -46,9 +46,10 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     kind = schema.get("type")
     if kind == "array":
         return st.lists(values(schema["items"]), max_size=min(3, schema.get("maxItems", 3)))
-    if kind == "object" and "properties" in schema:
+    if "properties" in schema:
         parts = {name: values(part) for name, part in schema["properties"].items()}
-        return st.fixed_dictionaries({}, optional=parts)
+        needed = {name: parts.pop(name) for name in schema.get("required", ())}
+        return st.fixed_dictionaries(needed, optional=parts)
     if kind == "object":
         return st.dictionaries(st.sampled_from(["5", "a", "include_usage"]), ANYTHING, max_size=2)
     if kind in ("integer", "number"):

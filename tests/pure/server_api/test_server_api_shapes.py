@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from paceline.models.files.sampling_defaults import GenerationDefaults
-from paceline.server.errors import UnsupportedParameter
 from tests.pure.server_api.api_helpers import Api, chunks, ids, says, tokenizer
 
 # The client libraries check the answers, and take seconds to import.
@@ -109,10 +108,6 @@ def test_tools_that_may_not_be_called_are_left_out(url: str, choice: Any) -> Non
     tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
     api.ask(url, WITHOUT_MODEL[url] | {"tools": tools, "tool_choice": choice})
     assert tokenizer().decode(api.client.submitted[0]["tokens"], skip_special_tokens=False) == PROMPT
-    with pytest.raises(
-        UnsupportedParameter, match='tools is not supported; leave it out, or send "tool_choice"'
-    ):
-        api.ask(url, WITHOUT_MODEL[url] | {"tools": tools})
 
 
 # ---------------------------------------------------------------- models and tokens

@@ -35,7 +35,12 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
     """Serve until a signal stops it; returns the exit code."""
     from paceline.llm.arguments import split_arguments
     from paceline.models.files.fetch import bring_here, find
+    from paceline.text.reasoning import named_reasoning
+    from paceline.text.tools.formats import named_format
 
+    # Names that there are not are refused before anything is loaded; which row they mean, the template tells later.
+    named_format(config.api.tool_call_parser, "")
+    named_reasoning(config.api.reasoning_parser, "")
     model, given = split_arguments(None, engine)
     find(model.model)
     with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve

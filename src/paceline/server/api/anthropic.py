@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,6 @@ from paceline.server.api.openai_fields import (
     objective_fields,
     sampling_fields,
     service_level_fields,
-    tool_fields,
 )
 from paceline.server.api.openai_requests import (
     ParsedBody,
@@ -47,14 +47,20 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
+from paceline.server.api.tool_fields import anthropic_tool_fields, read_anthropic_thinking
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
+from paceline.text.answer import AnswerEvent
+from paceline.text.reasoning import Reasoned
+from paceline.text.tools.reading import read_anthropic_tools
+from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 SYSTEM_MUST = "a text or a list of text blocks"
 ROLES = ("user", "assistant")
+CALL_BLOCKS = ("tool_use", "thinking", "redacted_thinking")
 
 
 def messages_table(limits: RequestLimits) -> FieldTable:
@@ -84,20 +90,57 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         Field(
             "system", shaped((str, list), SYSTEM_MUST), "instructions for the model, before the conversation"
         ),
-        *tool_fields({"type": "none"}, {"type": "auto"}, '{"type": "none"}'),
-        only("thinking", {"type": "disabled"}),
+        *anthropic_tool_fields(),
         only("mcp_servers", []),
         *structures.anthropic_fields(),
         *unsupported("container", "context_management"),
     ]
 
 
-def _turn(message: Any, place: str) -> dict[str, str]:
+def _turns(message: Any, place: str) -> list[dict[str, Any]]:
+    """One message as a chat template knows it; results of tools become messages before its text."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise InvalidRequest(
             f"{place} must be an object with role (user or assistant) and content", param="messages"
         )
-    return {"role": message["role"], "content": _text(message.get("content"), f"{place}.content")}
+    role, content = message["role"], message.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": _text(content, f"{place}.content")}]
+    own = CALL_BLOCKS if role == "assistant" else ("tool_result",)
+    texts, results = [], []
+    turn: dict[str, Any] = {"role": role}
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind not in own:
+            texts.append(block)
+        elif kind == "tool_result":
+            results.append(_result(block, f"{place}.content[{index}]"))
+        elif kind == "tool_use":
+            turn.setdefault("tool_calls", []).append(_call(block, f"{place}.content[{index}]"))
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+    if texts or not content:
+        turn["content"] = _text(texts, f"{place}.content")
+    elif not results:
+        turn["content"] = None if "tool_calls" in turn else ""
+    return [*results, turn] if "content" in turn else results
+
+
+def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    content = block.get("content", "")
+    if not isinstance(block.get("tool_use_id"), str):
+        raise InvalidRequest(f"{place}.tool_use_id must be a text", param="messages")
+    text = "" if content in ("", [], None) else _text(content, f"{place}.content")
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+
+
+def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    if not isinstance(block.get("id"), str) or not isinstance(block.get("name"), str):
+        raise InvalidRequest(f"{place} must have an id and a name", param="messages")
+    if not isinstance(block.get("input"), Mapping):
+        raise InvalidRequest(f"{place}.input must be an object", param="messages")
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"id": block["id"], "type": "function", "function": function}
 
 
 def _text(content: Any, place: str) -> str:
@@ -121,22 +164,15 @@ def _text(content: Any, place: str) -> str:
 
 _encode = msgspec.json.Encoder().encode
 
-_BEGIN = (
-    b'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
-    b'"content_block":{"type":"text","text":""}}\n\n'
-    b'event: ping\ndata: {"type":"ping"}\n\n'
-)
-_BEFORE_TEXT = (
-    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
-    b'"delta":{"type":"text_delta","text":'
-)
-_AFTER_TEXT = b"}}\n\n"
-_END = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+# How the API names the content of each kind of block in its deltas.
+_DELTAS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+_DELTA_TYPES = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 class MessageEvents:
-    """Events of one message, in the order of the API."""
+    """Events of one message, in the order of the API: its blocks, one after the other."""
 
     def __init__(self, generation: Generation, body: ParsedBody, id: str) -> None:
         self._generation = generation
@@ -144,6 +180,9 @@ class MessageEvents:
         self._id = id
         self._has_begun = False
         self._output: CompletionOutput | None = None
+        self._kind = ""  # of the block that is open
+        self._index = -1  # of that block
+        self._before = b""  # what stands before the content of its deltas
 
     def write(self, deltas: list[Delta]) -> bytes:
         frames: list[bytes] = []
@@ -151,21 +190,62 @@ class MessageEvents:
             self._has_begun = True
             usage = replace(self._generation.usage, receipt=None)  # it belongs to the end
             message = _message(self._id, self._body.model, [], None, usage)
-            frames += (_event("message_start", {"message": message}), _BEGIN)
+            frames.append(_event("message_start", {"message": message}))
         for delta in deltas:
-            if delta.text:
-                frames += (_BEFORE_TEXT, _encode(delta.text), _AFTER_TEXT)
+            for part in delta.parts:
+                self._write_part(part, frames)
             if delta.has_ended:
                 self._output = delta.output
         return b"".join(frames)
 
     def end(self) -> bytes:
+        frames: list[bytes] = []
+        if self._index < 0:  # an answer without content has an empty text
+            self._continue({"type": "text", "text": ""}, "", frames)
+        self._close(frames)
         delta = _stop_fields(self._output)
         usage = _usage(self._generation.usage)
-        return _END + _event("message_delta", {"delta": delta, "usage": usage}) + _STOP
+        frames += (_event("message_delta", {"delta": delta, "usage": usage}), _STOP)
+        return b"".join(frames)
 
     def error_frame(self, error: BaseException) -> bytes:
         return b"event: error\ndata: %b\n\n" % anthropic_body(problem_of(error))
+
+    def _write_part(self, part: AnswerEvent, frames: list[bytes]) -> None:
+        match part:
+            case Said(text):
+                self._continue({"type": "text", "text": ""}, text, frames)
+            case Reasoned(text):
+                self._continue({"type": "thinking", "thinking": "", "signature": ""}, text, frames)
+            case CallBegin(_, id, name):
+                self._close(frames)
+                self._continue({"type": "tool_use", "id": id, "name": name, "input": {}}, "", frames)
+            case CallArguments(_, text):
+                frames += (self._before, _encode(text), b"}}\n\n")
+            case CallEnd():
+                self._close(frames)
+
+    def _continue(self, block: dict[str, Any], text: str, frames: list[bytes]) -> None:
+        """More of the open block, or a new one."""
+        kind = block["type"]
+        if kind != self._kind:
+            self._close(frames)
+            self._index += 1
+            self._kind = kind
+            frames.append(_event("content_block_start", {"index": self._index, "content_block": block}))
+            if self._index == 0:
+                frames.append(_PING)
+            self._before = (
+                b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+                b'"delta":{"type":"%b","%b":'
+            ) % (self._index, _DELTA_TYPES[kind].encode(), _DELTAS[kind].encode())
+        if text:
+            frames += (self._before, _encode(text), b"}}\n\n")
+
+    def _close(self, frames: list[bytes]) -> None:
+        if self._kind:
+            frames.append(_event("content_block_stop", {"index": self._index}))
+            self._kind = ""
 
 
 class MessagesRoute(GenerationRoute):
@@ -185,8 +265,8 @@ class MessagesRoute(GenerationRoute):
         read = table.read(without_idle_tools(body), strict=settings.strict_fields)
         given = read.fields
         messages = checked_messages(given["messages"], settings.limits, param="messages")
-        turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        goes_on = turns[-1]["role"] == "assistant"
+        turns = [turn for index, each in enumerate(messages) for turn in _turns(each, f"messages[{index}]")]
+        goes_on = turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]
         if "system" in given:
             turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
         common = common_values(read, facts)
@@ -194,7 +274,12 @@ class MessagesRoute(GenerationRoute):
         return ParsedBody(
             sampling=chat_sampling(facts.generation, facts.max_model_len, **sampling),
             messages=turns,
-            template={"add_generation_prompt": not goes_on, "continue_final_message": goes_on},
+            template={
+                "add_generation_prompt": not goes_on,
+                "continue_final_message": goes_on,
+                "use": read_anthropic_tools(given),
+                "thinking": read_anthropic_thinking(given),
+            },
             **common,
         )
 
@@ -205,8 +290,7 @@ class MessagesRoute(GenerationRoute):
         self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
     ) -> dict[str, Any]:
         (output,) = outputs[0].outputs
-        content = [{"type": "text", "text": output.text}]
-        return _message(call.id, body.model, content, output, generation.usage)
+        return _message(call.id, body.model, _blocks(output), output, generation.usage)
 
     async def count(self, call: Call) -> Answer:
         service = self.service
@@ -246,12 +330,27 @@ def _message(
     }
 
 
+def _blocks(output: CompletionOutput) -> list[dict[str, Any]]:
+    """The content of a whole answer. A call that broke off has no input that could be told."""
+    found: list[dict[str, Any]] = []
+    if output.reasoning:
+        found.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+    if output.text or not (found or output.tool_calls):
+        found.append({"type": "text", "text": output.text})
+    for call in output.tool_calls:
+        given = json.loads(call.arguments) if call.is_complete else {}
+        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return found
+
+
 def _stop_fields(output: CompletionOutput | None) -> dict[str, Any]:
     if output is None:
         return {"stop_reason": None, "stop_sequence": None}
     if isinstance(output.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
     reason = "max_tokens" if output.finish_reason == "length" else "end_turn"
+    if output.tool_calls and output.finish_reason == "stop":
+        reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": None}
 
 

@@ -25,6 +25,7 @@ from paceline.server.api.fields import (
     without_effect,
 )
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
+from paceline.server.api.tool_fields import openai_tool_fields, reasoning_fields
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = 2**31 - 1
@@ -98,6 +99,8 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
         Field("top_logprobs", whole(0, limits.top_logprobs), "likeliest tokens at each place"),
         Field("chat_template_kwargs", switches, "switches of the chat template"),
         *template_fields(),
+        *openai_tool_fields(),
+        *reasoning_fields(limits),
         only("add_special_tokens", False),
         only("echo", False),
         *unsupported("prompt", "suffix", "chat_template", "documents", "mm_processor_kwargs"),
@@ -135,7 +138,7 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
         Field("return_token_ids", FLAG, "give the token ids beside the text"),
         *(serving_fields(limits) if serves else _not_serving()),
         *client_fields(limits),
-        *tool_fields("none", "auto", '"none"'),
+        *no_tool_fields(),
         only("functions", []),
         only("function_call", "none", "auto"),
         *structures.openai_fields(),
@@ -159,13 +162,10 @@ def template_fields() -> list[Field]:
     ]
 
 
-def tool_fields(no_tools: object, automatic: object, written: str) -> list[Field]:
-    """No tool is ever called; tools come with a choice that rules calls out (`without_idle_tools`) or not at all."""
-    instead = f'leave it out, or send "tool_choice": {written} to have the conversation answered in text'
-    return [
-        only("tools", [], instead=instead),
-        only("tool_choice", no_tools, automatic, instead=f"send {written} or leave it out"),
-    ]
+def no_tool_fields() -> list[Field]:
+    """A prompt that is no conversation has no tools."""
+    instead = f"leave it out, or send the conversation to {CHAT}"
+    return [only("tools", [], instead=instead), only("tool_choice", "none", "auto", instead=instead)]
 
 
 def serving_fields(limits: RequestLimits) -> list[Field]:

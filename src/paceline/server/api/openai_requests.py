@@ -25,8 +25,11 @@ from paceline.server.api.openai_fields import (
     completions_table,
 )
 from paceline.server.api.structures import structure_field, structure_of
+from paceline.server.api.tool_fields import read_thinking
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
+from paceline.text.tools.reading import read_openai_tools
+from paceline.text.tools.use import ToolUse
 
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
@@ -50,7 +53,7 @@ class ParsedBody:
     prompts: tuple[str | list[int], ...] = ()
     template: Mapping[str, Any] = field(
         default_factory=dict
-    )  # how it is rendered: arguments of `ChatPrompts.render`
+    )  # how it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them
     echoes_prompt: bool = False  # a completion begins with its prompt
     only_echoes: bool = False  # and ends there too (max_tokens 0)
     is_stream: bool = False  # the answer is sent as it is made
@@ -64,6 +67,11 @@ class ParsedBody:
     cache_salt: str = ""
     structure_field: str = ""  # the field that asks for a form of the answer
     ignored: tuple[str, ...] = ()  # unknown fields
+
+    @property
+    def tools(self) -> ToolUse | None:
+        """The tools that may be called."""
+        return self.template.get("use")
 
     @property
     def num_branches(self) -> int:
@@ -126,7 +134,12 @@ class BodyParser:
             message = f"messages takes at most {self._limits.messages} entries, not {len(messages)}"
             raise InvalidRequest(message, param="messages")
         sampling = _sampling(self._url, given, facts)
-        return ParsedBody(sampling=sampling, messages=messages, template=template_options(given), **common)
+        template = {
+            **template_options(given),
+            "use": read_openai_tools(given),
+            "thinking": read_thinking(given),
+        }
+        return ParsedBody(sampling=sampling, messages=messages, template=template, **common)
 
 
 _OWN = {url: BodyParser(url, OWN_LIMITS, strict=True, serves=False) for url in (CHAT, COMPLETIONS)}

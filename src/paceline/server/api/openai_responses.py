@@ -7,10 +7,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.llm.outputs import Logprob, RequestOutput
+from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.generate.generation import Usage
+from paceline.text.answer import AnswerEvent
+from paceline.text.reasoning import Reasoned
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.scanner import CallArguments, CallBegin, Said
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -32,9 +35,9 @@ def chat_body(
     for part in output.outputs:
         choice: Json = {
             "index": part.index,
-            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            "message": _message(part),
             "logprobs": None,
-            "finish_reason": part.finish_reason,
+            "finish_reason": finish_reason(part),
             "stop_reason": part.stop_reason,
         }
         if num_top is not None:
@@ -76,20 +79,58 @@ def completion_body(
     return _body(*head, choices, outputs, receipt)
 
 
+def finish_reason(output: CompletionOutput) -> str | None:
+    """An answer that ended with calls says so."""
+    return "tool_calls" if output.tool_calls and output.finish_reason == "stop" else output.finish_reason
+
+
+def _message(output: CompletionOutput) -> Json:
+    """The answer, with calls and reasoning where it has some."""
+    message: Json = {"role": "assistant", "content": output.text, "refusal": None}
+    if output.reasoning is not None:
+        message["reasoning_content"] = message["reasoning"] = output.reasoning
+    if output.tool_calls:
+        message["content"] = output.text or None
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in output.tool_calls
+        ]
+    return message
+
+
+def chat_delta(part: AnswerEvent) -> Json | None:
+    """What a chunk says of a part of an answer; None where it has nothing to say."""
+    match part:
+        case Said(text):
+            return {"content": text}
+        case Reasoned(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegin(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return None
+
+
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def usage_body(usage: Usage) -> Json:
-    return with_receipt(
-        {
-            "prompt_tokens": usage.num_prompt,
-            "completion_tokens": usage.num_output,
-            "total_tokens": usage.num_prompt + usage.num_output,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-        },
-        usage,
-    )
+    body = {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_output,
+        "total_tokens": usage.num_prompt + usage.num_output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+    if usage.num_reasoning is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning}
+    return with_receipt(body, usage)
 
 
 def with_receipt(body: Json, usage: Usage) -> Json:
@@ -190,6 +231,7 @@ def _body(
         num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
         num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
         num_cached=sum(output.num_cached_tokens for output in outputs),
+        num_reasoning=sum(part.num_reasoning_tokens for output in outputs for part in output.outputs) or None,
         receipt=receipt,
     )
     return {

@@ -17,8 +17,10 @@ from paceline.server.api.openai_responses import (
     Entry,
     LogprobLists,
     chat_body,
+    chat_delta,
     chat_logprob_entries,
     completion_body,
+    finish_reason,
     usage_body,
 )
 from paceline.server.api.route import Route, described
@@ -77,7 +79,9 @@ class ChunkWriter:
         for delta in deltas:
             if self._echoes:
                 self._echo_before(delta, frames)
-            if self._is_plain:
+            if delta.events is not None:
+                self._write_parts(delta, frames)
+            elif self._is_plain:
                 if delta.text:
                     frames += (self._before[delta.index], _encode(delta.text), self._after)
             elif delta.text or delta.tokens:
@@ -101,6 +105,10 @@ class ChunkWriter:
     def _echo_before(self, delta: Delta, frames: list[bytes]) -> None:
         """The prompt of a choice that begins with it."""
 
+    def _write_parts(self, delta: Delta, frames: list[bytes]) -> None:
+        """An answer that may be more than text."""
+        raise NotImplementedError
+
     def _full_chunk(self, delta: Delta) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
@@ -114,7 +122,7 @@ class ChunkWriter:
     def _last_chunk(self, delta: Delta) -> bytes:
         output = delta.output
         reasons = b'"finish_reason":%b,"stop_reason":%b' % (
-            _encode(output.finish_reason),
+            _encode(finish_reason(output)),
             _encode(output.stop_reason),
         )
         return b'%b{"index":%d,%b,"logprobs":null,%b}%b' % (
@@ -152,6 +160,20 @@ class ChatChunks(ChunkWriter):
             frames.append(b'%b{"index":%d,%b}' % (self._head, index, role))
             end = self._end_of_chunk()
             frames.append(end if not ids else b"]%b%b" % (ids, end[1:]))
+
+    def _write_parts(self, delta: Delta, frames: list[bytes]) -> None:
+        """A chunk for each part; what is known of the tokens goes with the first."""
+        parts = [_encode(shown) for part in delta.parts if (shown := chat_delta(part)) is not None]
+        if not parts and not self._is_plain and delta.tokens:
+            parts = [b"{}"]
+        for number, part in enumerate(parts):
+            more = b',"logprobs":null,"finish_reason":null'
+            if number == 0 and not self._is_plain:
+                logprobs = b"null" if delta.logprobs is None else self._logprobs(delta)
+                ids = b',"token_ids":%b' % _encode(delta.tokens) if self._body.shows_token_ids else b""
+                more = b',"logprobs":%b,"finish_reason":null%b' % (logprobs, ids)
+            chunk = b'%b{"index":%d,"delta":%b%b}' % (self._head, delta.index, part, more)
+            frames += (chunk, self._end_of_chunk())
 
     def _logprobs(self, delta: Delta) -> bytes:
         entries = chat_logprob_entries(

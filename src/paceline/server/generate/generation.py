@@ -26,7 +26,9 @@ from paceline.server.errors import CATALOGUE, DeadlineExceeded, GenerationFailed
 from paceline.server.generate.admission import Permit
 from paceline.server.generate.estimates import forecast_headers
 from paceline.server.generate.request_record import Observer, RequestRecord
+from paceline.text.answer import AnswerEvent
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.scanner import Said
 
 _logger = logging.getLogger("paceline.server")
 _ABORT, _ERROR = FinishReason.ABORT.value, FinishReason.ERROR.value
@@ -42,6 +44,16 @@ class Delta:
     logprobs: list[dict[int, Logprob]] | None
     output: CompletionOutput
     has_ended: bool
+    events: list[AnswerEvent] | None = (
+        None  # where an answer may be more than text: that, with the text in it
+    )
+
+    @property
+    def parts(self) -> Sequence[AnswerEvent]:
+        """What is new in order: text, reasoning and calls."""
+        if self.events is not None:
+            return self.events
+        return (Said(self.text),) if self.text else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,7 @@ class Usage:
     num_prompt: int
     num_output: int
     num_cached: int
+    num_reasoning: int | None = None  # of the output; None where the model has no reasoning
     receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
 
 
@@ -67,7 +80,8 @@ class _Part:
         self.prepared = prepared
         self.first_index = first_index
         ids = prepared.token_ids
-        self.branches = [BranchText(index, tokenizer, ids, sampling) for index in range(sampling.n)]
+        form = prepared.form
+        self.branches = [BranchText(index, tokenizer, ids, sampling, form) for index in range(sampling.n)]
         self.num_open = sampling.n
         self.prompt_logprobs: list[RowLogprobs | None] | None = None
         if sampling.prompt_logprobs is not None:
@@ -126,8 +140,16 @@ class Generation:
             num_prompt=self._num_prompt,
             num_output=record.num_output,
             num_cached=record.num_cached,
+            num_reasoning=self._num_reasoning,
             receipt=shown_receipt,
         )
+
+    @property
+    def _num_reasoning(self) -> int | None:
+        form = self._parts[0].prepared.form
+        if form is None or form.reasoning is None:
+            return None
+        return sum(branch.output.num_reasoning_tokens for part in self._parts for branch in part.branches)
 
     @property
     def _used_tokens(self) -> int:
@@ -302,6 +324,7 @@ class Generation:
         if update.logprobs:
             self._read_logprobs(part, branch, update)
         text = ""
+        events: list[AnswerEvent] | None = None if part.prepared.form is None else []
         if update.tokens and branch.cut_at is None:
             is_stop = (
                 ending is not None
@@ -312,11 +335,16 @@ class Generation:
             if branch.cut_at is not None and ending is None:
                 part.stream.finish_at(update.branch, branch.cut_at)
             self._count(len(output.token_ids) - before, update.time_s)
+            if events is not None:
+                events += branch.events
         if ending is not None:
             text += self._end(part, branch, ending)
+            if events is not None:
+                events += branch.events
         tokens = update.tokens if branch.cut_at is None else output.token_ids[before:]
         logprobs = None if output.logprobs is None else output.logprobs[before : before + len(tokens)]
-        return Delta(part.first_index + update.branch, text, tokens, logprobs, output, ending is not None)
+        index = part.first_index + update.branch
+        return Delta(index, text, tokens, logprobs, output, ending is not None, events)
 
     def _read_logprobs(self, part: _Part, branch: BranchText, update: BranchUpdate) -> None:
         for found in update.logprobs:

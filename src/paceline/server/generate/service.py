@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
+from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader
+from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
     EngineClient,
@@ -39,8 +40,10 @@ from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import Generation
 from paceline.server.generate.request_record import Observer, RequestRecord, Times
 from paceline.server.generate.requests import Explanations, RecentRequests, service_level_of
+from paceline.text.dialect import ChatRequest
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.formats import AUTO
 
 # How large a prompt is before it is tokenised, and whether its messages can be read.
 #
@@ -56,6 +59,7 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) ->
     """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much."""
     if body.messages is not None:
         size = messages_size(body.messages, limits)
+        size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
         _check_chars(size, "messages", max_model_len, limits)
         return size
     total = 0
@@ -152,6 +156,9 @@ class ServiceSettings:
     max_queued_tokens: int | None = None  # None: a quarter of what all prompts could hold
     request_timeout_s: float | None = None  # from arrival to the end
     queue_timeout_s: float | None = None  # from arrival to the first token
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    max_thinking_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,7 +192,12 @@ class Service:
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
         self.billing = billing or Billing()
-        self._chat = ChatPrompts(model.tokenizer)
+        self._chat = ChatPrompts(
+            model.tokenizer,
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+            max_thinking_tokens=self.settings.max_thinking_tokens,
+        )
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self._door = Door()
         self._known: _Known | None = None
@@ -266,6 +278,7 @@ class Service:
             ignored = await self._check_structure(body)
             is_short = size <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
+            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
                 longest = sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
@@ -304,7 +317,11 @@ class Service:
 
     def prompt_ids(self, body: ParsedBody) -> list[int]:
         """The tokens of a conversation, for callers that only count them."""
-        return self._chat.render(body.messages or (), **body.template)[1]
+        return self._render(body)[1]
+
+    def _render(self, body: ParsedBody) -> tuple[ChatRequest, list[int]]:
+        structure = body.sampling.structured_outputs
+        return self._chat.render(body.messages or (), structure=structure, **body.template)
 
     # -- from a body to the engine -------------------------------------------------------------------------
 
@@ -360,22 +377,24 @@ class Service:
         is_own = field not in STRUCTURE_FIELDS
         return await self._door.check(structure, field or FIELD, control_tokens=is_own)
 
+    async def _check_tools(self, body: ParsedBody, structure: Structure | None) -> tuple[str, ...]:
+        """Schemas of tools come from the client; where none is followed, the grammar is all ours."""
+        if body.tools is None or structure is None or not body.tools.follows_schemas:
+            return ()
+        return await self._door.check(structure, "tools", control_tokens=True)
+
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
-        if body.messages is not None:
-            texts: list[tuple[str | None, list[int]]] = [(None, self.prompt_ids(body))]
-        else:
-            texts = [
-                (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
-                for prompt in body.prompts
-            ]
         most = known.facts.max_model_len
+        if body.messages is not None:
+            chat, ids = self._render(body)
+            _check_length(ids, most, "messages")
+            return [prepared_chat(known.reader, chat, ids, body.sampling)]
+        texts = [
+            (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+            for prompt in body.prompts
+        ]
         for _, ids in texts:
-            if len(ids) >= most:
-                raise ContextTooLong(
-                    f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
-                    f"leaves no room for an answer",
-                    param="prompt" if body.messages is None else "messages",
-                )
+            _check_length(ids, most, "prompt")
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
@@ -411,6 +430,15 @@ class Service:
             prompt=lambda: body.shown_prompt,
         )
         return started
+
+
+def _check_length(ids: Sequence[int], most: int, name: str) -> None:
+    if len(ids) >= most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
+            f"leaves no room for an answer",
+            param=name,
+        )
 
 
 def _record(
