@@ -63,8 +63,7 @@ class GPUPending:
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...]]]
-    is_guided: bool  # its tokens are drawn when the guides of its rows have come
-    done: Mark | None = None
+    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
@@ -282,6 +281,7 @@ class GPURunner:
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             ring = self._ring[plan.seq % len(self._ring)]
+            draw = self._compute(batch)
             pending = GPUPending(
                 seq=plan.seq,
                 batch=batch,
@@ -289,23 +289,27 @@ class GPURunner:
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
                 started_s=started_s,
-                draw=partial(self._finish, ring, batch, self._compute(batch)),
-                is_guided=bool(self._sampler.is_guided[batch.sampled].any()),
+                draw=partial(self._draw_late, ring, batch, draw),
             )
-        if not pending.is_guided:
-            pending.supply({})
-        return pending
+            if not self._sampler.any_guided(batch):
+                pending.done, pending.logprobs = self._finish(ring, batch, draw, {})
+            return pending
+
+    def _draw_late(
+        self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
+    ) -> tuple[Mark, tuple[RowLogprobs, ...]]:
+        with self._queue.entered():
+            return self._finish(ring, batch, draw, guides)
 
     def _finish(
         self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
     ) -> tuple[Mark, tuple[RowLogprobs, ...]]:
         """Draw the tokens of a step, unless its graph has, and send them to the host."""
-        with self._queue.entered():
-            logprobs = () if draw is None else draw(guides)
-            if len(batch.decode) + len(batch.finishing):
-                # Whole: torch waits for a copy that has gaps.
-                ring.copy_(self._sampler.drawn, non_blocking=True)
-            return self._queue.mark(), logprobs
+        logprobs = () if draw is None else draw(guides)
+        if len(batch.decode) + len(batch.finishing):
+            # Whole: torch waits for a copy that has gaps.
+            ring.copy_(self._sampler.drawn, non_blocking=True)
+        return self._queue.mark(), logprobs
 
     def _run(self, batch: DeviceBatch) -> None:
         """Compute a batch without guides, to see how it goes."""
@@ -342,7 +346,7 @@ class GPURunner:
         sampled = batch.sampled
         on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
         with_rules = bool(sampler.has_logit_rules[sampled].any())
-        is_guided = bool(sampler.is_guided[sampled].any())
+        is_guided = sampler.any_guided(batch)
         if not len(batch.spans) and not batch.num_pad and not on_host and not is_guided:
             rows.memory.send()
             kind = DecodeKind(with_rules=with_rules, shared=bool(len(rows.sharing)) and not with_rules)

@@ -18,6 +18,7 @@ from paceline.core.guide import Guide, Mask
 from paceline.core.plan import RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.guide.matcher import fill_masks
+from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.gumbel_sampling import (
     Candidates,
     SamplingColumns,
@@ -66,6 +67,7 @@ class DeviceSampler:
         self.is_host: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self.has_logit_rules: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
+        self._guided: set[int] = set()  # the same rows
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
         self._masks = torch.zeros(
@@ -87,6 +89,7 @@ class DeviceSampler:
 
     def leave(self, rows: list[int]) -> None:
         for row in rows:
+            self._guided.discard(row)
             place = self._places.pop(row, None)
             if place is not None:
                 self._free.append(place)
@@ -104,6 +107,8 @@ class DeviceSampler:
             is_host = self._is_for_host(params, len(ends), truncates, has_rules)
             self.is_host[row] = is_host
             self.is_guided[row] = params.structured_outputs is not None
+            if self.is_guided[row]:
+                self._guided.add(row)
             self.has_logit_rules[row] = not is_host and (truncates or has_rules)
             stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
             cuts[index] = (0, 1, 0) if is_host else (max(params.top_k, 0), params.top_p, params.min_p)
@@ -213,6 +218,10 @@ class DeviceSampler:
         update_rows(self._memory.columns, drawn, slot_rows, self._chosen[:count], self._finite[:count])
         if with_rules:
             note_drawn(self._pool, self._rule_columns(slot_rows), drawn.token)
+
+    def any_guided(self, batch: DeviceBatch) -> bool:
+        """Whether a row that gets a token has a guide."""
+        return bool(self._guided) and bool(self.is_guided[batch.sampled].any())
 
     def guide(self, logits: Tensor, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
         """Hide what the guides of rows do not allow, but for the host's rows; returns the masks of those, by place
