@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from benchmarks.harness import (
 )
 from paceline.audit.trail import INTERVAL_S
 from paceline.config.engine import Capacity, EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.core.guide import Guide
 from paceline.core.plan import EMPTY, STOPPED, Pending, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
@@ -138,6 +139,9 @@ class NoOpRunner:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
     result: StepResult
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        raise AssertionError("no row has a guide here")
 
     def wait(self) -> StepResult:
         return self.result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +32,10 @@ from paceline.core.plan import (
     Swaps,
 )
 from paceline.core.sampling import SamplingParams
-from paceline.core.structure import Structure
 from paceline.scheduler.invariants import InvariantViolation
+from tests.guides import PRIME, VOCAB, FakeGuide
 
-VOCAB = 1 << 20
 MASK = (1 << 64) - 1
-PRIME = 0x9E3779B97F4A7C15
 POISON = 0xDEADBEEF  # a slot that was not written must never be read
 
 
@@ -50,83 +48,6 @@ class KVCorruption(InvariantViolation):
 
 class DeviceFault(RuntimeError):
     """An injected failure of a whole step."""
-
-
-class FakeGuide:
-    """Allows one token of sixteen, at some places one only, and is over after a number of tokens.
-
-    Its structure is a pattern "salt:length"; one whose salt is a multiple of 8 breaks at its fourth token.
-    """
-
-    def __init__(self, source: str, count: int = 0) -> None:
-        self._source = source
-        self._salt, self._length = map(int, source.split(":"))
-        self.count = count  # tokens so far
-        self.error = ""
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, count: int = 0) -> FakeGuide | None:
-        structure = sampling.structured_outputs
-        return None if structure is None else cls(structure.source, count)
-
-    @property
-    def is_over(self) -> bool:
-        return self.count >= self._length
-
-    @property
-    def left(self) -> int:
-        return self._length - self.count
-
-    @property
-    def breaks(self) -> bool:
-        return self._salt % 8 == 0 and self.count == 3
-
-    def choose(self, token: int) -> int:
-        """The token that is drawn where this one would be without a guide."""
-        if self.breaks:
-            self.error = "grammar_error"
-        if self.count % 8 < 3:
-            return (self._salt * 31 + self.count * PRIME) % VOCAB
-        return token - token % 16 + (self._salt + self.count) % 16
-
-    def consume(self, tokens: Sequence[int]) -> None:
-        self.count += len(tokens)
-
-    def mask(self) -> None:
-        raise AssertionError("integers have no masks")
-
-    def forced(self) -> list[int]:
-        guide, found = self.copy(), []
-        while guide.count % 8 < 3 and not guide.breaks:
-            found.append(guide.choose(0))
-            guide.consume((0,))
-        return found
-
-    def accepts(self, tokens: Sequence[int]) -> int:
-        guide = self.copy()
-        for token in tokens:
-            if guide.breaks or guide.choose(token) != token:
-                break
-            guide.consume((token,))
-        return guide.count - self.count
-
-    def copy(self) -> FakeGuide:
-        return FakeGuide(self._source, self.count)
-
-    def end_reasoning(self) -> bool:
-        return False
-
-
-class FakeGuideMaker:
-    """Makes guides, sometimes only when it has been asked again."""
-
-    objection = ""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def take(self, structure: Structure) -> FakeGuide | None:
-        return None if self._rng.random() < 0.3 else FakeGuide(structure.source)
 
 
 def reference_output(

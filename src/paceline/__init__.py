@@ -14,6 +14,7 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.core.sampling import RequestOutputKind, SamplingParams
+    from paceline.core.structure import Structure
     from paceline.llm.async_llm import AsyncLLM
     from paceline.llm.llm import LLM
     from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -26,6 +27,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "Structure",
     "__version__",
 ]
 
@@ -37,6 +39,7 @@ _MODULES = {
     "RequestOutput": "paceline.llm.outputs",
     "RequestOutputKind": "paceline.core.sampling",
     "SamplingParams": "paceline.core.sampling",
+    "Structure": "paceline.core.structure",
 }
 
 

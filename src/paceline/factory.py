@@ -34,6 +34,7 @@ from paceline.core.recorder import BothRecorders, StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.kv.block_pool import BlockPool
@@ -117,7 +118,7 @@ def build_engine(
         checker = make_checker(scheduler)
     elif config.check_every:
         checker = SampledChecker(scheduler, config.check_every, _log_violation)
-    return Engine(
+    engine = Engine(
         scheduler,
         runner,
         clock=clock,
@@ -126,8 +127,9 @@ def build_engine(
         recorder=_recorders(config, recorder, about or {}),
         checker=checker,
         ring=DecisionRing(config.decision_ring),
-        guide_maker=guide_maker,
     )
+    engine.guides = Guides(scheduler, guide_maker)
+    return engine
 
 
 def _recorders(
@@ -234,7 +236,7 @@ def load_model(
             runner,
             recorder=recorder,
             about={"runner": hardware.runner},
-            guide_maker=_guide_maker(tokenizer),
+            guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
         ),
         config=config,
         checkpoint=checkpoint,
@@ -524,14 +526,17 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
 
 
-def _guide_maker(tokenizer: Tokenizer | None) -> GuideMaker:
+def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
+    from paceline.guide.matcher import mask_threads
 
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
-    return GuideCompiler(partial(vocabulary_of, tokenizer), objection)
+    # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
+    originals = mask_threads() if on_gpu else 1
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
 def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:

@@ -19,6 +19,7 @@ from paceline.core.inputs import (
     AddRequest,
     Done,
     Expired,
+    FailRequest,
     FinishRequest,
     Idle,
     Input,
@@ -38,6 +39,7 @@ _ENDS: dict[type[Input], tuple[Rule, ...]] = {
     AbortRequest: (Rule.ABORT, Rule.PRUNED),
     Expired: (Rule.DEADLINE, Rule.ERROR),  # an error: what it waited for outside did not come in time
     FinishRequest: (Rule.STOP,),
+    FailRequest: (Rule.GRAMMAR_ERROR,),
 }
 _IN_THE_PLAN = (Rule.BLOCKS_RECOMPUTE, Rule.PLACE_RECOMPUTE)  # preempted while it was made
 _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
@@ -153,7 +155,7 @@ class Truth:
                     self._learn(known, given.keys)
                 case Done():
                     self._done(given.seq)
-                case AbortRequest() | Expired() | Preempt() | Pause() | FinishRequest():
+                case AbortRequest() | Expired() | Preempt() | Pause() | FinishRequest() | FailRequest():
                     self._leave(given.request)
                     self._requests[given.request].ends_by = _ENDS.get(type(given), ())
                 case Keys():

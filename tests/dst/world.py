@@ -30,7 +30,8 @@ from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
 from tests.dst.settings import draw_config, draw_drafts, draw_pace, draw_traffic, draw_trouble
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
-from tests.fakes import VOCAB, DeviceFault, FakeGuide, FakeGuideMaker, Faults, reference_output
+from tests.fakes import DeviceFault, Faults, reference_output
+from tests.guides import VOCAB, FakeGuide, FakeGuideMaker
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
 ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache

@@ -160,8 +160,8 @@ def check_masks(device: str, *, rows: int, vocabulary: int, dtype: torch.dtype =
     words = (vocabulary + 31) // 32
     logits = torch.randn(rows, vocabulary, device=device).to(dtype)
     places = torch.randperm(rows)[: (rows + 1) // 2].to(torch.int32)
-    logits[places[0].item(), 1] = float("nan")
-    logits[places[0].item(), 2] = float("inf")
+    first = int(places[0])
+    logits[first, 1], logits[first, 2] = float("nan"), float("inf")
     bits = torch.randint(-(2**31), 2**31, (len(places), words), dtype=torch.int64)
     bits[0] = 0
     expected = logits.cpu().clone()

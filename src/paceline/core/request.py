@@ -258,6 +258,7 @@ class ChangeOutcome(Enum):
     CHANGED = "changed"
     ENDED = "ended"  # there is no live request of that number
     BUSY = "busy"  # it cannot be paused at this moment
+    NOT_REASONING = "not_reasoning"  # it has no reasoning to end, or no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +269,7 @@ class Change:
     # When it ends at the latest, on the engine's clock; infinity for no deadline.
     until_s: float | None = None
     paused: bool | None = None
+    end_reasoning: bool | None = None  # True: the answer begins now
 
 
 # Per-request hooks: the work the engine does for one request inside the step loop, behind one seam.

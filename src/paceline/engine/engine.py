@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.audit.ring import DecisionRing
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, Forecast, StepEvents
-from paceline.core.guide import Guide, GuideMaker
+from paceline.core.guide import Guide
 from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
@@ -68,7 +68,6 @@ class Engine:
         recorder: StepRecorder | None = None,
         checker: StepChecker | None = None,
         ring: DecisionRing | None = None,
-        guide_maker: GuideMaker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
@@ -82,7 +81,7 @@ class Engine:
         self._ring = ring if ring is not None else DecisionRing(0)
         self.checker = checker
         self.watcher: StepWatcher | None = None  # None, most of the time
-        self.guides = Guides(scheduler, guide_maker)
+        self.guides = Guides(scheduler, None)
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -379,17 +378,21 @@ class _Failed:
         raise AssertionError("a refused plan has no result")
 
 
-# A change of a live request by its owner: priority, deadline, paused or not.
+# A change of a live request by its owner: priority, deadline, paused or not, the end of its reasoning.
 #
 # The same for a server and for programs without one. Each part that is given becomes an input of the scheduler, so
-# that a replay has it too; pausing what is paused, or resuming what runs, does nothing.
+# that a replay has it too, but for reasoning, of which it has the tokens; pausing what is paused, or resuming what
+# runs, does nothing.
 
 
-def apply_change(scheduler: Scheduler, request_id: RequestId, change: Change) -> ChangeOutcome:
+def apply_change(engine: Engine, request_id: RequestId, change: Change) -> ChangeOutcome:
     """Change one request. Nothing is changed unless all of it can be."""
+    scheduler = engine.scheduler
     request = scheduler.state.requests.get(request_id)
     if request is None:
         return ChangeOutcome.ENDED
+    if change.end_reasoning and not engine.guides.end_reasoning(request_id):
+        return ChangeOutcome.NOT_REASONING
     if change.priority is not None:
         request.service_level._replace(priority=change.priority).check()
     is_paused = request.state is RequestState.PAUSED

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
-
 from paceline.core.events import Rule, TokenEvents
 from paceline.core.guide import Guide, GuideMaker
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
+from paceline.guide.matcher import consume_all
 from paceline.scheduler.scheduler import Scheduler
 
 COMPILE_S = 10.0  # until a request whose structure is not compiled gives up
@@ -104,17 +103,25 @@ class Guides:
 
     def advance(self, delivered: Sequence[TokenEvents]) -> None:
         """Tokens have been delivered."""
-        own = np.fromiter(self._guides, np.int64, len(self._guides))
         for events in delivered:
-            for place in np.flatnonzero(np.isin(events.requests, own)).tolist():
-                request_id = RequestId(events.requests.item(place))
-                guide = self._guides[request_id]
-                if guide.is_over:
-                    continue
-                guide.consume((events.tokens.item(place),))
-                if guide.is_over:
-                    self._scheduler.finish_at(request_id, events.index.item(place) + 1)
+            self._consume(events)
         self.fail_broken()
+
+    def _consume(self, events: TokenEvents) -> None:
+        guides, columns = self._guides, (events.requests, events.tokens, events.index)
+        requests, tokens, index = (column.tolist() for column in columns)
+        own = [place for place, request_id in enumerate(requests) if request_id in guides]
+        last = {requests[place]: index[place] for place in own}
+        if len(last) == len(own):
+            consume_all([(guides[requests[place]], tokens[place]) for place in own])
+        else:  # with drafts a request gets several
+            for place in own:
+                guides[requests[place]].consume((tokens[place],))
+        for request_id, number in last.items():  # no token comes behind the end of a structure
+            if guides[request_id].is_over:
+                self._scheduler.finish_at(request_id, number + 1)
+            if request_id not in self._scheduler.state.requests:
+                del guides[request_id]
 
     def end_reasoning(self, request_id: RequestId) -> bool:
         guide = self._guides.get(request_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from paceline.core.guide import Guide
 from paceline.core.structure import Structure
@@ -21,14 +22,26 @@ from paceline.guide.reasoning import Reasoning
 KEPT_BYTES = 8 << 20  # of sources; what is compiled takes several times that
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A structure that is being compiled, or has been."""
+
+    originals: list[Future[Guide]]  # guides that have seen no token
+    taken: int = 0
+
+
 class GuideCompiler:
     """Makes guides for one vocabulary."""
 
-    def __init__(self, read_vocabulary: Callable[[], Vocabulary], objection: str = "") -> None:
-        """`objection`: why structured answers are not possible here, whatever is installed."""
+    def __init__(
+        self, read_vocabulary: Callable[[], Vocabulary], objection: str = "", *, originals: int = 1
+    ) -> None:
+        """`objection`: why structured answers are not possible here, whatever is installed. `originals`: how often a
+        structure is compiled if many branches follow it, because copies of one original cannot be asked at once."""
         self.objection = objection or ("" if matcher.is_installed() else matcher.MISSING)
         self._read_vocabulary = read_vocabulary
-        self._kept: OrderedDict[Structure, Future[Guide]] = OrderedDict()
+        self._most = originals
+        self._kept: OrderedDict[Structure, _Kept] = OrderedDict()
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")
         self._compiler: GrammarCompiler | None = None  # the thread's
@@ -42,12 +55,17 @@ class GuideCompiler:
             self._keep(structure)
             return None
         self._kept.move_to_end(structure)
-        if not known.done():
+        if not known.originals[0].done():
             return None
-        return known.result().copy()
+        known.taken += 1
+        number = known.taken % len(known.originals)
+        if number == 0 and len(known.originals) < self._most and known.taken >= 4:
+            known.originals.append(self._thread.submit(self._make, structure))
+        original = known.originals[number] if known.originals[number].done() else known.originals[0]
+        return original.result().copy()
 
     def _keep(self, structure: Structure) -> None:
-        self._kept[structure] = self._thread.submit(self._make, structure)
+        self._kept[structure] = _Kept([self._thread.submit(self._make, structure)])
         self._bytes += len(structure.source)
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             oldest, _ = self._kept.popitem(last=False)
@@ -69,7 +87,7 @@ class GuideCompiler:
         marker = vocabulary.encode(structure.after) if control is None else [control]
         behind = None
         if guide is not None:
-            behind = self._compile(Structure(kind=structure.kind, source=structure.source), vocabulary)
+            behind = self._compile(replace(structure, after="", within=None), vocabulary)
         return Reasoning(structure, marker, vocabulary, guide, behind)
 
     def _compile(self, structure: Structure, vocabulary: Vocabulary) -> Guide:

@@ -26,6 +26,8 @@ GRAMMAR_ERROR, TOO_COMPLEX = "grammar_error", "grammar_too_complex"
 LONGEST_REASON = 300
 Masks = NDArray[np.uint32]  # [guides, words]
 _EVERYTHING = 0xFFFFFFFF
+MOST_THREADS = 32
+MANY = 16  # guides, from which on it pays to move them on side by side
 _LIMITS = ("ParserTooComplex", "LexerTooComplex")
 
 
@@ -108,6 +110,10 @@ class Matcher:
             return ""
         return TOO_COMPLEX if self.matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
 
+    @property
+    def is_open(self) -> bool:
+        return not self._failed and not self.matcher.is_stopped()
+
     def look(self) -> bool:
         """Whether it has failed, after something was asked of `matcher`."""
         self._failed = self.matcher.is_error()
@@ -165,7 +171,27 @@ def fill_masks(guides: Sequence[Guide], into: Masks) -> None:
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor(max(1, (os.cpu_count() or 1) - 2))
+    return LLExecutor(mask_threads())
+
+
+def mask_threads() -> int:
+    """Cores that make masks side by side; two are left to the engine and to the server."""
+    return max(1, min((os.cpu_count() or 1) - 2, MOST_THREADS))
+
+
+def consume_all(moves: Sequence[tuple[Guide, int]]) -> None:
+    """Each guide has got a token, side by side where they are many."""
+    matchers = [
+        (guide.matcher, token) for guide, token in moves if isinstance(guide, Matcher) and guide.is_open
+    ]
+    if len(matchers) < MANY or len(matchers) < len(moves):
+        for guide, token in moves:
+            guide.consume((token,))
+        return
+    _executor().consume_token_par(matchers)
+    for guide, _ in moves:
+        assert isinstance(guide, Matcher)
+        guide.look()
 
 
 class _Encoder:

@@ -352,7 +352,7 @@ class AsyncLLM(ModelHolder):
         until_s = None if timeout_s is None else self._engine.now_s + timeout_s
         change = Change(priority=priority, until_s=until_s, paused=paused)
         ids = self._collector.ids_of(name)
-        outcomes = [apply_change(self._engine.scheduler, request_id, change) for request_id in ids]
+        outcomes = [apply_change(self._engine, request_id, change) for request_id in ids]
         if ChangeOutcome.BUSY in outcomes:
             raise InvalidTransition(f"request {name} cannot be paused at this moment; try again")
         if ChangeOutcome.CHANGED not in outcomes:

@@ -348,10 +348,10 @@ class EngineService:
         self._outbox.forecasts.append((first, None if forecast is None else forecast.since_arrival()))
 
     def _change(self, message: frames.ChangeBranches) -> None:
-        change, scheduler = message.change, self._engine.scheduler
+        change = message.change
         if change.paused and self._draining:
             change = replace(change, paused=None)
-        outcomes = [apply_change(scheduler, RequestId(branch), change) for branch in message.branches]
+        outcomes = [apply_change(self._engine, RequestId(branch), change) for branch in message.branches]
         self._answers.append(frames.Changed(message.question, outcomes))
 
     def _tokens(self, column: bytes) -> NDArray[np.int32]:

@@ -351,6 +351,9 @@ class CPURunner:
                 break
             here = here[is_guessed & finite[row] & ~ended & drafts[here]] + 1
             here = here[good[places.token[here]]]
+            if masks:  # a guide that fails behind a draft fails again at its own place, where that is known
+                allowed = [masks.get(place) for place in here.tolist()]
+                here = here[[mask is None or bool(mask.any()) for mask in allowed]]
         return drawn
 
     def _prompt_logprobs(self, batch: FlatBatch, finite: Bool) -> tuple[RowLogprobs, ...]:

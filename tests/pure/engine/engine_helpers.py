@@ -6,7 +6,7 @@ against the reference when its request ends. Tests look at `bench.seen`: one ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
+from paceline.core.guide import Guide
 from paceline.core.plan import Pending, Runner, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
@@ -158,6 +159,9 @@ class BreakingRunner:
 class _BreakingPending:
     def __init__(self, runner: BreakingRunner, pending: Pending) -> None:
         self._runner, self._pending = runner, pending
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        self._pending.supply(guides)
 
     def wait(self) -> StepResult:
         return self._runner.wait(self._pending)

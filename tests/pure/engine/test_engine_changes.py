@@ -10,14 +10,14 @@ from paceline.config.engine import PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import BlockReason, Change, ChangeOutcome, FinishReason, RequestId, RequestState
 from paceline.engine.engine import apply_change, resume_all
-from tests.fakes import VOCAB
+from tests.guides import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 PAUSE, GO_ON = Change(paused=True), Change(paused=False)
 
 
 def change(bench: Bench, number: RequestId, wanted: Change) -> ChangeOutcome:
-    return apply_change(bench.scheduler, number, wanted)
+    return apply_change(bench.engine, number, wanted)
 
 
 @pytest.mark.slow

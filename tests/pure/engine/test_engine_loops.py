@@ -9,7 +9,8 @@ import pytest
 from paceline.config.engine import EngineConfig, GroupSpec
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
-from tests.fakes import VOCAB, FakeRunner, Faults
+from tests.fakes import FakeRunner, Faults
+from tests.guides import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 Outcome = dict[int, tuple[list[int], FinishReason, int]]

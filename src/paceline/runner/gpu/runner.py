@@ -60,11 +60,12 @@ class GPUPending:
     seq: int
     batch: DeviceBatch
     ring: NDArray[np.int32]
-    done: Mark | None  # None: its tokens are drawn when the guides of its rows have come
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
-    logprobs: tuple[RowLogprobs, ...]
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...]]]
+    is_guided: bool  # its tokens are drawn when the guides of its rows have come
+    done: Mark | None = None
+    logprobs: tuple[RowLogprobs, ...] = ()
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
         if self.done is None:  # else no row with a guide gets a token in this step
@@ -281,21 +282,19 @@ class GPURunner:
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             ring = self._ring[plan.seq % len(self._ring)]
-            draw = self._compute(batch)
             pending = GPUPending(
                 seq=plan.seq,
                 batch=batch,
                 ring=ring.numpy(),
-                done=None,
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
-                logprobs=(),
                 started_s=started_s,
-                draw=partial(self._finish, ring, batch, draw),
+                draw=partial(self._finish, ring, batch, self._compute(batch)),
+                is_guided=bool(self._sampler.is_guided[batch.sampled].any()),
             )
-            if not self._sampler.is_guided[batch.sampled].any():
-                pending.supply({})
-            return pending
+        if not pending.is_guided:
+            pending.supply({})
+        return pending
 
     def _finish(
         self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]

@@ -218,18 +218,17 @@ class DeviceSampler:
         """Hide what the guides of rows do not allow, but for the host's rows; returns the masks of those, by place
         among them."""
         guided = np.flatnonzero(self.is_guided[rows])
-        on_device = guided[~self.is_host[rows[guided]]]
-        if len(on_device):
-            count = len(on_device)
-            fill_masks(
-                [guides[row] for row in rows[on_device].tolist()], self._masks[:count].numpy().view(np.uint32)
+        places = guided[~self.is_host[rows[guided]]]
+        if len(places):
+            masks = self._masks[: len(places)]
+            fill_masks([guides[row] for row in rows[places].tolist()], masks.numpy().view(np.uint32))
+            mask_logits(
+                logits,
+                masks.to(self._device, non_blocking=True),
+                self._sent(places.tolist(), torch.int32),
             )
-            masks = self._masks[:count].to(self._device, non_blocking=True)
-            mask_logits(logits, masks, self._sent(on_device.tolist(), torch.int32))
-        hosts = np.flatnonzero(self.is_host[rows])
-        return {
-            place: guides[row].mask() for place, row in enumerate(rows[hosts].tolist()) if self.is_guided[row]
-        }
+        hosts = rows[np.flatnonzero(self.is_host[rows])].tolist()
+        return {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
 
     def sample_on_host(
         self, logits: Tensor, rows: I64, positions: I64, masks: Mapping[int, Mask | None] | None = None

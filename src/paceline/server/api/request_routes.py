@@ -30,6 +30,7 @@ TABLE = FieldTable(
             FLAG,
             "true: gives its place and memory back and waits; false: goes on at its old place in the order",
         ),
+        Field("end_reasoning", FLAG, "true: its reasoning ends now, and its answer begins"),
     ],
 )
 
@@ -38,7 +39,9 @@ def change_routes(service: Service) -> list[Route]:
     async def change(call: Call) -> Answer:
         given = TABLE.read(call.body, strict=True).fields
         if not given:
-            raise InvalidRequest("nothing is to be changed; give priority, deadline_ms or paused")
+            raise InvalidRequest(
+                "nothing is to be changed; give priority, deadline_ms, paused or end_reasoning"
+            )
         known = service.recent.find(call.path["id"], call.caller)
         found = await change_request(service.client, known, call.caller, **given)
         return Answer(body=msgspec.json.encode(found))

@@ -14,7 +14,12 @@ from paceline.server.api.fields import Field, Kind, kind, list_of, shaped, text,
 
 MAX_CHOICES = 8192
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-_FORMAT = shaped((dict,), "an object with a type", {"type": "object"})
+_FORMAT_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "enum": list(FORMAT_TYPES)}},
+    "required": ["type"],
+}
+_FORMAT = shaped((dict,), "an object with a type", _FORMAT_SCHEMA)
 _SCHEMA = shaped((dict, str, bool), "a JSON schema")
 _OWN_NAME = "structured_outputs"  # by which a Structure calls itself in errors
 
@@ -50,7 +55,7 @@ def anthropic_fields() -> list[Field]:
 
 def _holder(other: str) -> Kind:
     """An object with a format, beside a name that changes nothing about it."""
-    schema = {"type": "object", "properties": {"format": {"type": "object"}, other: {"type": "string"}}}
+    schema = {"type": "object", "properties": {"format": _FORMAT_SCHEMA, other: {"type": "string"}}}
     expected = f"an object with format and {other}"
     return kind(
         expected, schema, lambda value: isinstance(value, dict) and not set(value) - {"format", other}

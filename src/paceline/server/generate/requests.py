@@ -270,6 +270,7 @@ async def change_request(
     priority: int | None = None,
     deadline_ms: int | None = None,
     paused: bool | None = None,
+    end_reasoning: bool | None = None,
 ) -> dict[str, Any]:
     """Change a request of this caller; `deadline_ms` from now, 0 for none but the server's own.
 
@@ -285,13 +286,24 @@ async def change_request(
         until_s = min(wanted_s, known.until_s)
     if priority is not None:
         ServiceLevel(known.service_class, priority).check()
-    change = Change(priority=priority, until_s=until_s, paused=paused)
+    change = Change(priority=priority, until_s=until_s, paused=paused, end_reasoning=end_reasoning)
     outcomes = await client.change(known.numbers, change)
     if ChangeOutcome.BUSY in outcomes:
         raise RequestBusy("the request cannot be paused at this moment; try again", param="paused")
+    if ChangeOutcome.NOT_REASONING in outcomes and ChangeOutcome.CHANGED not in outcomes:
+        raise RequestBusy(
+            "the request has no reasoning that could be ended: it is over, or the request has neither a budget of "
+            "reasoning (thinking_token_budget) nor a structure",
+            param="end_reasoning",
+        )
     if ChangeOutcome.CHANGED not in outcomes:
         raise RequestEnded("the request has ended; there is nothing left to change")
-    changed = {"priority": priority, "deadline_ms": deadline_ms, "paused": paused}
+    changed = {
+        "priority": priority,
+        "deadline_ms": deadline_ms,
+        "paused": paused,
+        "end_reasoning": end_reasoning,
+    }
     return {
         "id": known.id,
         "object": "request.change",

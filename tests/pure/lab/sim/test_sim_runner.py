@@ -1,12 +1,14 @@
 """The timed runner: when steps start and end, and that it answers as a runner that really computes does."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from paceline.config.engine import Capacity, EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
+from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,
     RUNNING_ON,
@@ -209,6 +211,9 @@ class _BothPending:
     both: Both
     real: Pending
     timed: Pending
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        raise AssertionError("no request has a structure here")
 
     def wait(self) -> StepResult:
         real, timed = self.real.wait(), self.timed.wait()
