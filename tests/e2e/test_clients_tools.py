@@ -76,7 +76,7 @@ def test_streaming_helpers_of_the_openai_client(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL,
         messages=ASKED,
-        tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],  # type: ignore[dict-item,list-item]
+        tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],  # type: ignore[dict-item]
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=MOST,

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from paceline import LLM, SamplingParams
+from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import RequestOutput
 from tests.model_folder import write_model
@@ -89,7 +90,9 @@ def test_a_budget_of_reasoning_is_kept_to_the_token(tmp_path: Path) -> None:
     for budget in (0, 1, 7, 20):
         from paceline.text.dialect import Thinking
 
-        asked = SamplingParams(max_tokens=60, temperature=1, seed=1, structured_outputs={"regex": "[ab]{3}"})
+        asked = SamplingParams(
+            max_tokens=60, temperature=1, seed=1, structured_outputs=Structure.named("regex", "[ab]{3}")
+        )
         prepared = read([{"role": "user", "content": "x"}], asked, thinking=Thinking(budget=budget))
         (answer,) = llm._run([prepared], None, use_tqdm=False)[0].outputs
         marker = len("</think>")

@@ -199,7 +199,7 @@ def tools() -> list[Entry]:
         deep = {"a": deep}
     wrong = [
         *(("a b",), ("",), (5,), ("x" * 129,), ("f\n",), ('f"}',)),  # names
-        *(("f", {"type": "array"}), ("f", 5), ("f", [1]), ("f", {"properties": deep})),
+        *(("f", {"type": "array"}), ("f", 5), ("f", [1])),
     ]
     schemas: list[Any] = [
         {"$ref": "#"},
@@ -207,10 +207,16 @@ def tools() -> list[Entry]:
         {"properties": {"a": {"type": "string", "pattern": "(a+)+$"}}},
         {"properties": {"a": {"enum": ["x"] * 1_000, "anyOf": 5, "type": [{}]}}},
     ]
-    named = {"type": "function", "function": {"name": "x"}}
     return [
         *(asking(81, route, {"tools": value}, VALUE) for route in routes for value in no_lists),
         *(asking(81, route, {"tools": [tool_for(route, *bad)]}, VALUE) for route in routes for bad in wrong),
+        # Over a socket, the JSON is too deep before its fields are looked at.
+        *(
+            asking(
+                81, route, {"tools": [tool_for(route, "f", {"properties": deep})]}, VALUE, (400, "too_deep")
+            )
+            for route in routes
+        ),
         *(asking(81, route, {"tools": [tool_for(route, strict=5)]}, VALUE) for route in routes),
         *(asking(81, route, {"tools": [tool_for(route, description=5)]}, VALUE) for route in routes),
         *(asking(81, route, {"tools": [tool_for(route)] * 2}, VALUE) for route in routes),
@@ -240,6 +246,15 @@ def tools() -> list[Entry]:
         conversation(81, CHAT, calling('{"a": NaN}'), OK, VALUE),
         conversation(81, CHAT, calling({"a": "<|end|>"}), OK),
         *(conversation(81, CHAT, [{"role": "assistant", "tool_calls": value}], VALUE) for value in NO_CALLS),
+        *choices(),
+        *reasoning(),
+        *blocks(),
+    ]
+
+
+def choices() -> list[Entry]:
+    named = {"type": "function", "function": {"name": "x"}}
+    return [
         # A call is asked for and there is no tool, or another one.
         *asking_each(
             82, CHAT, "tool_choice", ["required", "any", named, 5, {}, {"type": "allowed_tools"}], VALUE
@@ -255,8 +270,6 @@ def tools() -> list[Entry]:
         asking(82, CHAT, {"tools": [tool_for(CHAT)], "parallel_tool_calls": "no"}, VALUE),
         asking(82, CHAT, {"tools": [tool_for(CHAT)], "tool_choice": "required"}, OK),
         *asking_each(82, CHAT, "tool_choice", ["none", "auto"], OK),
-        *reasoning(),
-        *blocks(),
     ]
 
 

@@ -54,9 +54,9 @@ def test_earlier_calls_become_content() -> None:
 
 
 def test_instructions_go_into_the_system_message() -> None:
-    user = {"role": "user", "content": "hi"}
+    user: dict[str, object] = {"role": "user", "content": "hi"}
     assert with_instructions([user], "T", takes_system=True) == [{"role": "system", "content": "T"}, user]
-    system = {"role": "system", "content": "S"}
+    system: dict[str, object] = {"role": "system", "content": "S"}
     assert with_instructions([system, user], "T", takes_system=True)[0]["content"] == "S\n\nT"
     assert with_instructions([user], "T", takes_system=False) == [{"role": "user", "content": "T\n\nhi"}]
 
