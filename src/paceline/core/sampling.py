@@ -389,5 +389,10 @@ def _check_counts(params: SamplingParams) -> None:
         raise InvalidRequest(
             "ignore_eos: an answer with structured_outputs ends where its structure does", param="ignore_eos"
         )
+    if params.structured_outputs is not None and params.allowed_token_ids is not None:
+        raise InvalidRequest(
+            "allowed_token_ids: the structure of an answer says which tokens it may have; leave one of them out",
+            param="allowed_token_ids",
+        )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")

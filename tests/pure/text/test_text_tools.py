@@ -124,6 +124,8 @@ BROKEN: list[tuple[str, str, str, bool, str]] = [
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": "\\', '{"a": "', False, "\\"),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 200, '{"a": ' + "[" * 127, False, "[" * 73),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {}}', "{}", True, ""),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {}}\n</tool_ca', "{}", True, ""),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {}}\n</tool_ba', "{}", True, "\n</tool_ba"),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {}</tool_call>', "{}", True, "</tool_call>"),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {}, "arguments": {"b": 1}}</tool_call>', "{}", True, ""),
     ("pythonic", '[weather(city="a", days=', '{"city": "a"', False, ", days="),

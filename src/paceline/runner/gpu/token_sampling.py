@@ -153,7 +153,7 @@ class DeviceSampler:
             return True
         # Lists may leave no token of those that a guide allows; then they yield, which only the host knows.
         is_guided = params.structured_outputs is not None
-        if is_guided and (params.allowed_token_ids or params.bad_words or params.min_tokens):
+        if is_guided and (params.bad_words or params.min_tokens):
             return True
         if has_rules:
             listed = len(params.allowed_token_ids or ()) + len(params.bad_words) + len(params.logit_bias)

@@ -41,8 +41,8 @@ def read_openai_tools(given: Json) -> ToolUse | None:
             message = "tool_choice.allowed_tools takes a mode (auto or required) and a list of tools"
             raise InvalidRequest(message, param="tool_choice")
         names = [_chosen_name(each) for each in listed]
-    else:
-        mode, names = "required", [_chosen_name(wanted)]
+    else:  # this call, and no other
+        return _use(tools, "required", [_chosen_name(wanted)], is_parallel=False)
     return _use(tools, mode, names, is_parallel=given.get("parallel_tool_calls", True))
 
 
@@ -59,7 +59,7 @@ def read_anthropic_tools(given: Json) -> ToolUse | None:
             "tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice"
         )
     names = [_chosen_name(wanted)] if kind == "tool" else None
-    return _use(tools, modes[kind], names, is_parallel=not alone)
+    return _use(tools, modes[kind], names, is_parallel=names is None and not alone)
 
 
 def _use(

@@ -158,6 +158,10 @@ class ToolScanner:
         except _NotACall:
             if self._open is not None:
                 self._end_call()
+            rest = self._buffer[self._start :].strip()
+            ends = row.closes.strip() + row.end.strip()
+            if rest and self._is_over and self._next_index and ends.startswith(rest):
+                self._start = self._at = len(self._buffer)  # the answer was cut off inside the marker
             self._say()
 
     def _goes_on(self) -> Generator[None, None, bool]:
