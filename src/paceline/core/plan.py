@@ -215,6 +215,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = NO_TIMES
     verified: I32 = EMPTY  # drafts computed, by row; empty: none
+    predicted: I32 = EMPTY  # of these, from the prediction of the row's request; empty: none
     drafts: DraftTally | None = None
 
 

@@ -61,13 +61,13 @@ from paceline.scheduler.waiting_queue import WaitingQueue, first
 
 def settle_cost(request: Request, computed: int, block_us: int) -> None:
     """A request is about to leave its row, where it has held blocks for `block_us`."""
-    blocks_us, redone_us, redone, swaps = request.cost
+    blocks_us, redone_us, redone, *others = request.cost
     peak_computed = request.peak_computed
     if peak_computed > request.joined_at:  # it had lost some of what it had
         if computed < peak_computed:
             redone_us += block_us
         redone += max(0, min(computed, peak_computed) - request.joined_at)
-    request.cost = make_tuple(Cost, (blocks_us + block_us, redone_us, redone, swaps))
+    request.cost = make_tuple(Cost, (blocks_us + block_us, redone_us, redone, *others))
 
 
 def caught_up(request: Request, block_us: int) -> None:

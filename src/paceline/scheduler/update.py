@@ -64,12 +64,28 @@ def _verified(
         counters.drafts += int(np.count_nonzero(result.verified))
         counters.draft_tokens += int(result.verified.sum())
         counters.accepted_tokens += int((result.count[drafted] - 1).sum())
+    if len(result.predicted):
+        _count_predictions(state, result, at, decoding)
     bound = rows.computed[:high].copy()
     for later in state.flights:
         part = min(high, len(later.mask))
         bound[:part] += later.mask[:part] * (later.width + 1)
     np.minimum(bound, rows.max_len[:high] - 1, out=bound)
     np.copyto(rows.scheduled[:high], bound, where=flight.mask)
+
+
+def _count_predictions(
+    state: SchedulerState, result: StepResult, at: Index, decoding: NDArray[np.bool_]
+) -> None:
+    """Requests that came with a prediction learn what became of it; a row's drafts are all of one source."""
+    for index in np.flatnonzero(decoding & (result.predicted > 0)).tolist():
+        request, verified = _owner(state, at.item(index)), result.predicted.item(index)
+        right = min(result.count.item(index) - 1, verified)
+        cost = request.cost
+        request.cost = cost._replace(
+            accepted_predictions=cost.accepted_predictions + right,
+            rejected_predictions=cost.rejected_predictions + verified - right,
+        )
 
 
 def _deliver(

@@ -9,8 +9,8 @@ from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, Schedule
 from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
-from paceline.runner.device_rows import DeviceRows
-from paceline.runner.drafts import OF_HISTORY, History, NgramDrafter
+from paceline.runner.device_rows import DeviceRows, Drafts
+from paceline.runner.drafts import FOLLOWED, FOUND, OF_HISTORY, History, NgramDrafter
 from paceline.scheduler.draft_budget import DraftBudget, StepSeconds
 
 CONFIG = EngineConfig(
@@ -28,11 +28,20 @@ class Texts:
         for row, text in enumerate(texts):
             self.join(row, text)
 
-    def join(self, row: int, text: list[int], limit: int = 200, tenant: int = 1) -> None:
+    def join(
+        self,
+        row: int,
+        text: list[int],
+        limit: int = 200,
+        tenant: int = 1,
+        *,
+        num_prompt: int | None = None,
+        prediction: tuple[int, ...] = (),
+    ) -> None:
         joins = RowJoins(
             row=i32([row]),
             generation=i32([1]),
-            num_prompt=i32([len(text)]),
+            num_prompt=i32([len(text) if num_prompt is None else num_prompt]),
             num_tokens=i32([len(text)]),
             num_computed=i32([0]),
             limit=i32([limit]),
@@ -44,7 +53,7 @@ class Texts:
             tokens=(np.array(text, np.int32),),
         )
         self.rows.apply(StepPlan(seq=1, joins=joins))
-        self.drafter.join(self.rows, row)
+        self.drafter.join(self.rows, row, prediction)
 
     def say(self, row: int, *tokens: int, verified: int = 0) -> None:
         """A row gets tokens in one step."""
@@ -61,6 +70,14 @@ class Texts:
         floor: float = 0.1,
         trust: np.ndarray | None = None,
     ) -> list[list[int]]:
+        made = self.propose(*rows, width=width, tokens=tokens, floor=floor, trust=trust)
+        if made is None:
+            return [[] for _ in rows]
+        return [row[:count].tolist() for row, count in zip(made.tokens, made.number.tolist(), strict=True)]
+
+    def propose(
+        self, *rows: int, width: int, tokens: int, floor: float, trust: np.ndarray | None
+    ) -> Drafts | None:
         plan = StepPlan(
             seq=2,
             draft_width=width,
@@ -68,10 +85,7 @@ class Texts:
             draft_floor=floor,
             trust=SURE if trust is None else trust,
         )
-        made = self.drafter.propose(self.rows, plan, np.array(rows))
-        if made is None:
-            return [[] for _ in rows]
-        return [row[:count].tolist() for row, count in zip(made[0], made[1].tolist(), strict=True)]
+        return self.drafter.propose(self.rows, plan, np.array(rows))
 
 
 def test_a_text_goes_on_as_it_did_before() -> None:
@@ -151,6 +165,84 @@ def test_drafts_are_compared_whether_they_are_verified_or_not() -> None:
 def ended(texts: Texts, row: int) -> None:
     texts.rows.ended[row] = True
     texts.drafter.leave(texts.rows, row)
+
+
+EXPECTED = (40, 41, 42, 43, 44, 45, 46, 47)
+
+
+def test_a_prediction_is_drafted_from_its_first_token_on() -> None:
+    texts = Texts()
+    texts.join(0, [1, 2, 3], prediction=EXPECTED)
+    texts.say(0, 40)  # of the prompt's last step: nothing is drafted for it
+    assert texts.drafts(0) == [[41, 42, 43, 44]]
+    texts.say(0, 41, 42, 43, 44, 45, verified=4)
+    assert texts.drafts(0) == [[46, 47]]  # as far as it goes
+    texts.say(0, 46, 47, 9, verified=2)
+    assert texts.drafts(0) == [[]]
+    tally = texts.drafter.take_tally()
+    assert tally is not None and tally.compared[FOUND] == tally.equal[FOUND] == 1
+    assert tally.compared[FOLLOWED] == tally.equal[FOLLOWED] == 6
+
+
+def test_a_prediction_is_found_again_behind_an_edit() -> None:
+    texts = Texts()
+    texts.join(0, [1, 2, 3], prediction=(50, 51, *EXPECTED, 50, 51, 60, 61))
+    texts.say(0, 70)
+    assert texts.drafts(0) == [[]]
+    texts.say(0, 41)
+    texts.say(0, 42)
+    assert texts.drafts(0) == [[43, 44, 45, 46]]
+    texts.say(0, 43)
+    texts.say(0, 71)
+    assert texts.drafts(0) == [[]]
+    texts.say(0, 50)
+    texts.say(0, 51)
+    assert texts.drafts(0) == [[60, 61]]  # behind what it has said, not before
+    texts.say(0, 42)
+    texts.say(0, 43)
+    assert texts.drafts(0) == [[44, 45, 46, 47]]  # it may go back all the same
+
+
+def test_a_prediction_is_of_its_row_alone_and_goes_on_after_a_preemption() -> None:
+    texts = Texts([1, 2, 3], history=History(64))
+    texts.join(1, [1, 2, 3], prediction=EXPECTED)
+    for row in (0, 1):
+        texts.say(row, 40)
+    texts.say(0, 41)
+    assert texts.drafts(0, 1) == [[], [41, 42, 43, 44]]
+    ended(texts, 1)
+    texts.join(2, [1, 2, 3, 40, 41, 42], num_prompt=3, prediction=EXPECTED)
+    assert texts.drafts(2) == [[43, 44, 45, 46]]
+    texts.join(2, [41, 42, 43])
+    texts.say(2, 44)
+    assert texts.drafts(2) == [[]]  # it is not kept for others, nor for the row's next owner
+
+
+def test_what_is_drafted_from_a_prediction_is_told_by_row() -> None:
+    texts = Texts([1, 2, 3, 1])
+    texts.join(1, [1, 2, 3, 1], prediction=EXPECTED)
+    texts.say(0, 2)
+    assert texts.propose(0, width=3, tokens=9, floor=0.1, trust=SURE).predicted is None  # type: ignore[union-attr]
+    texts.say(1, 2)
+    texts.say(1, 40)
+    texts.say(1, 41)
+    made = texts.propose(0, 1, width=3, tokens=9, floor=0.1, trust=SURE)
+    assert made is not None and made.predicted is not None
+    assert (made.number.tolist(), made.predicted.tolist()) == ([3, 3], [0, 3])
+
+
+def test_a_prediction_that_is_followed_comes_first_and_one_that_was_found_by_trust() -> None:
+    for found, expected in ((0.1, 50), (0.9, 43)):
+        texts = Texts()
+        texts.join(0, [41, 42, 50, 51, 52, 53], prediction=EXPECTED)
+        trust = np.full(32, 0.5, np.float32)
+        trust[FOUND] = found
+        texts.drafts(0, trust=trust)
+        texts.say(0, 41)
+        texts.say(0, 42)
+        assert texts.drafts(0, width=1, trust=trust) == [[expected]]
+        texts.say(0, 43)
+        assert texts.drafts(0, width=1, trust=trust) == [[44]]
 
 
 STORY = [31, 32, 33, 34, 35, 36, 37, 38, 39]

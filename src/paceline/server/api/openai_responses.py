@@ -44,7 +44,7 @@ def chat_body(
             choice["token_ids"] = part.token_ids
         choices.append(choice)
     head = (f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", parsed.model)
-    body = _body(*head, choices, [output], receipt)
+    body = _body(*head, choices, [output], receipt, has_prediction=bool(parsed.sampling.prediction))
     if parsed.shows_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
     if parsed.shows_prompt_logprobs:
@@ -81,15 +81,16 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 
 
 def usage_body(usage: Usage) -> Json:
-    return with_receipt(
-        {
-            "prompt_tokens": usage.num_prompt,
-            "completion_tokens": usage.num_output,
-            "total_tokens": usage.num_prompt + usage.num_output,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-        },
-        usage,
-    )
+    body: Json = {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_output,
+        "total_tokens": usage.num_prompt + usage.num_output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+    if usage.predictions is not None:
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        body["completion_tokens_details"] = dict(zip(names, usage.predictions, strict=True))
+    return with_receipt(body, usage)
 
 
 def with_receipt(body: Json, usage: Usage) -> Json:
@@ -185,11 +186,15 @@ def _body(
     choices: list[Json],
     outputs: Sequence[RequestOutput],
     receipt: Receipt,
+    *,
+    has_prediction: bool = False,
 ) -> Json:
+    predictions = (outputs[0].accepted_prediction_tokens, outputs[0].rejected_prediction_tokens)
     usage = Usage(
         num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
         num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
         num_cached=sum(output.num_cached_tokens for output in outputs),
+        predictions=predictions if has_prediction else None,
         receipt=receipt,
     )
     return {

@@ -258,7 +258,8 @@ class Service:
         try:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
-            is_short = size <= INLINE_CHARS and not body.sampling.bad_words
+            also = len(body.sampling.prediction)
+            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
             if permit.allowance is not None:
