@@ -13,7 +13,6 @@ hundred times that. Of the ring arrays of one size: it holds a million tokens, w
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan
+from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan, draft_depth
 from paceline.runner.device_rows import DeviceRows, Drafts
 
 Index = NDArray[np.int64]
@@ -38,7 +37,6 @@ OF_HISTORY = (LONGEST - 1) * FATES  # the first kind of draft from an earlier te
 FOLLOWED, FOUND = DRAFT_KINDS - 2, DRAFT_KINDS - 1
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs
 _NO_TOKEN = -1
-_LEAST = 1e-3  # chance below which a draft is never made
 
 
 class Drafter(Protocol):
@@ -255,7 +253,7 @@ class NgramDrafter:
             self._trust = plan.trust.tolist()
         if not plan.draft_width:
             return None
-        depths = self._depths(plan)
+        depths = [draft_depth(trust, plan.draft_floor, plan.draft_width) for trust in self._trust]
         texts = [self._texts[row] for row in at.tolist()]
         counts = [depths[text.kind] if text.kind >= 0 else 0 for text in texts]
         if not any(counts):
@@ -282,14 +280,6 @@ class NgramDrafter:
         if text.kind >= OF_HISTORY and self._history is not None:
             return self._history.guess(text.place, count)
         return text.guess(count)
-
-    def _depths(self, plan: StepPlan) -> list[int]:
-        """How many drafts of each kind are worth their time: the chance of the last is above the floor."""
-        floor, width = math.log(min(max(plan.draft_floor, _LEAST), 1.0)), plan.draft_width
-        return [
-            0 if trust <= _LEAST else width if trust >= 1.0 else min(int(floor / math.log(trust)), width)
-            for trust in self._trust
-        ]
 
     def _likeliest(self, texts: list[RowText], counts: list[int], most: int) -> list[int]:
         """Of these drafts the likeliest; one is never likelier than the one before it."""

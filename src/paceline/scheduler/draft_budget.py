@@ -18,13 +18,22 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.engine import DraftConfig, SchedulerConfig
-from paceline.core.plan import DRAFT_KINDS, F32, NO_TRUST, DraftTally, StepPlan, StepResult, StepWork
+from paceline.core.plan import (
+    DRAFT_KINDS,
+    F32,
+    NO_TRUST,
+    DraftTally,
+    StepPlan,
+    StepResult,
+    StepWork,
+    draft_depth,
+)
 from paceline.scheduler.modes import Mode
 
 FIRST_TRUST = 0.5
 PRIOR = 4.0  # drafts that the first trust counts for
 KEPT = 0.98  # of what is known of a kind, when 16 more of it have been compared
-MOVED = 0.02  # a change of trust that the runner is told of
+MOVED = 0.01  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
 LEVEL, FACTOR, NEW_FACTOR = 0.05, 0.1, 0.3  # weights of the last step in what is known of step times
@@ -44,16 +53,25 @@ class DraftBudget:
         self._told: F32 = NO_TRUST
         self.right = 0.0  # drafts per row and step that were right, lately
 
-    def choose(self, rows: int, left: int) -> tuple[int, int]:
-        """Most drafts of a row and of all rows, where so many rows decode and so many tokens are left."""
-        more = max(1, round(self._drafted))
-        plain, drafted = self._seconds(rows), self._seconds(rows + more)
+    def choose(self, rows: int, left: int, prompt_tokens: int = 0) -> tuple[int, int]:
+        """Most drafts of a row and of all rows, where so many rows decode beside so many tokens of prompts, and so many
+        tokens are left."""
+        plain = self._seconds(rows)
+        if prompt_tokens:  # which are computed in any case: what drafts take is taken from steps without them
+            token = self._seconds.of_prompts
+        else:
+            more = max(1, round(self._drafted))
+            token = max(self._seconds(rows + more) - plain, 0.0) / more
         rate = rows * (1.0 + self.right) / plain if plain > 0.0 else 0.0
-        self.floor = min(MARGIN * rate * max(drafted - plain, 0.0) / more, 1.0)
-        tokens = min(left, rows * self.width)
-        if tokens < 1 or self.floor >= 1.0:
-            return 0, 0
-        return self.width, tokens
+        self.floor = min(MARGIN * rate * token, 1.0)
+        # Room is made for what the best kind may have: a row with room for drafts is known only within bounds.
+        best = max(
+            (trust for trust, seen in zip(self._trust.tolist(), self._compared, strict=True) if seen),
+            default=1.0,
+        )
+        width = draft_depth(best, self.floor, self.width) if self.floor < 1.0 else 0
+        tokens = min(left, rows * width)
+        return (width, tokens) if tokens > 0 else (0, 0)
 
     def stamp(self, plan: StepPlan, width: int, tokens: int) -> StepPlan:
         """The plan with what the runner needs to know of drafts."""
@@ -73,6 +91,9 @@ class DraftBudget:
                 self._seconds.learn(work.decode_rows + verified, times.end_s - times.start_s)
             right = max(0.0, float(result.count.sum()) / work.decode_rows - 1.0)
             self.right += LATELY * (right - self.right)
+        elif work.prefill_tokens and not work.swap_blocks and times.end_s > times.start_s:
+            tokens = work.decode_rows + verified
+            self._seconds.learn_prompts(tokens, work.prefill_tokens, times.end_s - times.start_s)
         self.learn_drafts(result.drafts)
 
     def learn_drafts(self, tally: DraftTally | None) -> None:
@@ -100,6 +121,7 @@ class StepSeconds:
         self._fixed_s, self._token_s = fixed_s, token_s
         self._level = 0.0  # of all sizes, lately
         self._factors: dict[int, float] = {}
+        self._prompts_s = self._prompts = 0.0  # of the last steps with prompts, beside what their rows took
 
     def learn(self, tokens: int, seconds: float) -> None:
         base_s = self._base(tokens)
@@ -114,6 +136,17 @@ class StepSeconds:
         known = self._factors.get(tokens)
         weight = FACTOR if known is not None else NEW_FACTOR
         self._factors[tokens] = factor + weight * (seen / level - factor)
+
+    def learn_prompts(self, tokens: int, prompt_tokens: int, seconds: float) -> None:
+        """A step of so many tokens of decoding rows read so many of prompts too."""
+        more = max(seconds / (self._level or 1.0) - self(tokens), 0.0)
+        self._prompts_s += FACTOR * (more - self._prompts_s)
+        self._prompts += FACTOR * (prompt_tokens - self._prompts)
+
+    @property
+    def of_prompts(self) -> float:
+        """Seconds of a token beside prompts: what one of the prompts' takes."""
+        return self._prompts_s / self._prompts if self._prompts else self._token_s
 
     def __call__(self, tokens: int) -> float:
         return self._base(tokens) * self._factor(tokens)

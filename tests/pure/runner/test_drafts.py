@@ -334,6 +334,30 @@ def test_the_floor_is_what_a_token_more_costs_at_the_present_rate() -> None:
     assert budget.choose(1000, 5000) == (0, 0)  # a token more costs as much as one of those
 
 
+def test_beside_prompts_a_draft_costs_what_a_token_of_theirs_does() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=1e-6), 7)
+    for number in range(200):
+        work = StepWork(decode_rows=1, prefill_tokens=100) if number % 2 else StepWork(decode_rows=1)
+        seconds = 6e-3 + (20e-3 if number % 2 else 0.0)
+        budget.learn(work, result(1, 0, 1, seconds))
+    budget.choose(1, 100)
+    assert budget.floor < 0.01
+    budget.choose(1, 100, prompt_tokens=50)
+    assert budget.floor == pytest.approx(1.05 * 0.2 / 6, rel=0.05)
+
+
+def test_room_is_made_for_as_many_as_the_best_kind_may_have() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    tally = DraftTally(i32([100] * 2 + [0] * 30), i32([50, 10] + [0] * 30))
+    for _ in range(20):
+        budget.learn_drafts(tally)
+    assert budget.choose(1, 100) == (1, 1)  # 0.26 is above a half of a half
+    tally = DraftTally(i32([100] * 2 + [0] * 30), i32([10, 10] + [0] * 30))
+    for _ in range(20):
+        budget.learn_drafts(tally)
+    assert budget.choose(1, 100) == (0, 0)
+
+
 def test_where_drafts_are_right_others_are_less_worth() -> None:
     budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
     for _ in range(100):

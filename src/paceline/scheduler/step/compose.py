@@ -155,7 +155,7 @@ class Composer:
         left = draft.left
         if state.keeps_pace:  # no draft makes a step longer than rows want to wait for their next token
             left = min(left, step_budget(state, self.pace, mask, []) - draft.num_decoding)
-        width, tokens = state.drafts.choose(draft.num_decoding, left)
+        width, tokens = state.drafts.choose(draft.num_decoding, left, sum(draft.spans.values()))
         if not width:
             return
         scheduled = rows.scheduled[:high]
@@ -467,8 +467,11 @@ class Composer:
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
         if (
-            decode_rows is SAME_ROWS and state.drafts is None
-        ):  # of the same owners too, or some would have left
+            draft.first is not None and state.drafts is not None
+        ):  # drafts under way are right as often as lately
+            ahead = 1.0 + state.drafts.right * len(state.flights)
+            self._last_context = int(np.dot(draft.first, mask)) + int(ahead * advancing)
+        elif decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
             self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
