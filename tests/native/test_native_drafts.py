@@ -215,12 +215,15 @@ def test_what_was_answered_before_is_drafted_for_the_same_tenant(tmp_path: Path)
     ) as llm:
         always_draft(llm._front.engine)
         answers = []
-        for _ in range(3):
+        for _ in range(4):
             before = llm._front.engine.num_submitted
             answers.append(llm.generate("once upon a time", sampling)[0].outputs[0].token_ids)
             steps.append(llm._front.engine.num_submitted - before)
-    assert answers[0] == answers[1] == answers[2]
+            if len(steps) == 3:
+                llm.reset_prefix_cache()
+    assert answers[0] == answers[1] == answers[2] == answers[3]
     assert steps[2] < 0.4 * steps[0], steps
+    assert steps[3] == steps[0]  # the texts before are forgotten
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])

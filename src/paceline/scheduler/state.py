@@ -181,6 +181,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
+        self.cache_resets = 0  # times that what earlier requests left was to be forgotten
         self.output_stats = OutputStats()
         self.events = EventBuffer()
         self.decisions: list[Decision] = []

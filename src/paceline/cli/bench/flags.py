@@ -1,4 +1,4 @@
-"""`paceline bench serve | sweep | compare | throughput | latency` on the command line.
+"""`paceline bench serve | sweep | compare | throughput | latency | drafts` on the command line.
 
 What they do is in separate files, imported when one of them runs.
 """
@@ -13,6 +13,7 @@ from paceline.cli.command import Command, CommandGroup
 from paceline.lab.bench.bench_options import (
     SWEEP_SECONDS,
     CompareOptions,
+    DraftsOptions,
     LatencyOptions,
     LoadRunOptions,
     MoreBounds,
@@ -40,6 +41,17 @@ Measure the engine with requests that arrive over time.
 
 Arrivals are Poisson. TTFT is the time from a request's arrival to its first token, ITL the time between two deliveries
 to one request.
+"""
+DRAFTS_HELP = """
+Measure what drafts bring: the same answers without and with them.
+
+  paceline bench drafts --data question.jsonl --clients 1,4,8,16
+  paceline bench drafts --data question.jsonl --speculative-config ngram --json out.json
+  paceline bench drafts --script log.tar.gz
+
+Both engines run in one process, in turns, and make the same tokens. A ratio above 1 means that drafts are faster.
+--script counts the tokens a step would give if every draft were verified, for texts that were recorded; no model
+computes.
 """
 
 SERVE_HELP = """
@@ -128,6 +140,13 @@ BENCH = CommandGroup(
                 run=_later("run", "latency"),
                 takes=(LatencyOptions, *ENGINE_PANELS),
                 defaults=ENGINE_DEFAULTS,
+            ),
+            Command(
+                name="drafts",
+                help=DRAFTS_HELP,
+                run=_later("drafts", "drafts"),
+                takes=(DraftsOptions, "Model", "KV cache"),
+                defaults={"speculative_config": "auto"},
             ),
         )
     },
