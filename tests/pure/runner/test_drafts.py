@@ -368,18 +368,17 @@ def test_where_drafts_are_right_others_are_less_worth() -> None:
 
 def test_trust_follows_what_is_seen_and_is_told_when_it_has_moved() -> None:
     budget = DraftBudget(DraftConfig(), 7)
-    plan = StepPlan(seq=1)
-    assert (budget.stamp(plan, 7, 7).trust == 0.5).all()
-    assert not len(budget.stamp(plan, 7, 7).trust)
+    assert (budget.tell_trust() == 0.5).all()
+    assert not len(budget.tell_trust())
     tally = DraftTally(i32([10] + [0] * 31), i32([9] + [0] * 31))
     for _ in range(20):
         budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
-    told = budget.stamp(plan, 7, 7).trust
+    told = budget.tell_trust()
     assert told[0] == pytest.approx(0.9, abs=0.03) and (told[1:] == 0.5).all()
     tally = DraftTally(i32([10] + [0] * 31), i32([0] * 32))
     for _ in range(200):
         budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
-    assert budget.stamp(plan, 7, 7).trust[0] < 0.05
+    assert budget.tell_trust()[0] < 0.05
 
 
 def test_what_steps_take_is_learnt_by_their_size() -> None:

@@ -174,7 +174,7 @@ def say(method: str, texts: Sequence[tuple[list[int], list[int]]], width: int) -
         drafter.join(rows, 0)
         said = 0
         while said < len(answer):
-            plan = budget.stamp(StepPlan(seq=1), width, width)
+            plan = StepPlan(seq=1, draft_width=width, draft_tokens=width, trust=budget.tell_trust())
             made = drafter.propose(rows, plan, only) if said else None
             guess = [] if made is None else made.tokens[0, : made.number[0]].tolist()
             right = _agreed(guess, answer[said:])

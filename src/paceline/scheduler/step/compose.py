@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
-from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.scheduler.step import shortage
@@ -159,9 +159,10 @@ class Composer:
         if not width:
             return
         scheduled = rows.scheduled[:high]
-        further = np.minimum(scheduled + width, rows.max_len[:high] - 1)
+        further = scheduled + width
+        np.minimum(further, rows.max_len[:high] - 1, out=further)
         crossing = ((further > kv.table_len[:high] * kv.block_size) & mask).nonzero()[0]
-        if kv.short_of(crossing, 0) > 0 or len(crossing) > kv.free_for():
+        if len(crossing) > kv.free_for():
             return  # blocks are for tokens that are certain
         if len(crossing):
             kv.extend_each(crossing)
@@ -499,9 +500,11 @@ class Composer:
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
             ),
+            draft_width=draft.draft_width,
+            draft_tokens=draft.draft_tokens,
+            draft_floor=0.0 if state.drafts is None else state.drafts.floor,
+            trust=NO_TRUST if state.drafts is None else state.drafts.tell_trust(),
         )
-        if state.drafts is not None:
-            plan = state.drafts.stamp(plan, draft.draft_width, draft.draft_tokens)
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
