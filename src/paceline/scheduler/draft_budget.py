@@ -44,6 +44,7 @@ MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
 LEVEL, FACTOR, NEW_FACTOR = 0.05, 0.1, 0.3  # weights of the last step in what is known of step times
 MOST_SURPRISE = 2.0
+RECORD_S = 1.0  # least time between two decisions on record
 
 
 class DraftBudget:
@@ -61,6 +62,9 @@ class DraftBudget:
         self._told: F32 = NO_TRUST
         self._is_told = False
         self.right = 0.0  # drafts per row and step that were right, lately
+        self.chosen = 0  # most drafts of a row in the last step that decoded
+        self.recorded = 0  # width of the last decision on record
+        self._recorded_s = -math.inf
 
     def choose(self, rows: int, left: int, prompt_tokens: int = 0) -> tuple[int, int]:
         """Most drafts of a row and of all rows, where so many rows decode beside so many tokens of prompts, and so many
@@ -76,7 +80,28 @@ class DraftBudget:
         # Room is made for what the best kind may have: a row with room for drafts is known only within bounds.
         width = draft_depth(self._best, self.floor, self.width) if self.floor < 1.0 else 0
         tokens = min(left, rows * width)
-        return (width, tokens) if tokens > 0 else (0, 0)
+        self.chosen = width if tokens > 0 else 0
+        return self.chosen, max(tokens, 0)
+
+    def gains(self, rows: int, width: int) -> tuple[float, float]:
+        """Speed with drafts over speed without, for so many rows: as trust has it, if every row has as many as it may,
+        and as the last steps have had it."""
+        plain = self._seconds(rows)
+        best, drafted = self._best, max(1, round(self._drafted))
+        if plain <= 0.0:
+            return 1.0, 1.0
+        expected = 1.0 + sum(best**depth for depth in range(1, width + 1))
+        predicted = expected * plain / self._seconds(rows + rows * width)
+        return predicted, (1.0 + self.right) * plain / (
+            self._seconds(rows + drafted) if self.right else plain
+        )
+
+    def is_news(self, width: int, now_s: float) -> bool:
+        """Whether this width is another than the one that was put on record last, some time ago."""
+        if width == self.recorded or now_s - self._recorded_s < RECORD_S:
+            return False
+        self._recorded_s = now_s
+        return True
 
     def tell_trust(self) -> F32:
         """The chance of each kind, if it has moved since the runner was told."""

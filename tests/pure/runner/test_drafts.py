@@ -346,6 +346,21 @@ def test_beside_prompts_a_draft_costs_what_a_token_of_theirs_does() -> None:
     assert budget.floor == pytest.approx(1.05 * 0.2 / 6, rel=0.05)
 
 
+def test_what_drafts_bring_is_told() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=9e-3, token_s=1e-3), 3)
+    assert budget.gains(1, 0) == (1.0, 1.0)
+    tally = DraftTally(i32([100] + [0] * 31), i32([90] + [0] * 31))
+    for _ in range(100):  # three drafts in each step, of which two are right
+        budget.learn(StepWork(decode_rows=1), result(1, 3, 3, 13e-3, tally))
+        budget.learn_drafts(tally)
+    predicted, seen = budget.gains(1, 3)
+    assert predicted == pytest.approx((1 + 0.9 + 0.81 + 0.73) * 10 / 13, rel=0.02)
+    assert seen == pytest.approx(3 * 10 / 13, rel=0.02)
+    assert budget.is_news(3, 5.0)
+    assert not budget.is_news(2, 5.5)  # too soon
+    assert budget.is_news(2, 6.0)
+
+
 def test_room_is_made_for_as_many_as_the_best_kind_may_have() -> None:
     budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
     tally = DraftTally(i32([100] * 2 + [0] * 30), i32([50, 10] + [0] * 30))

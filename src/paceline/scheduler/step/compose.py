@@ -15,6 +15,7 @@ from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
 from paceline.core.plan import EMPTY, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.scheduler import steering
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.scheduler.step import shortage
 from paceline.scheduler.step.admission import NO_BUDGET, NO_ROOM_ROWS, Admission, Verdict
@@ -156,6 +157,8 @@ class Composer:
         if state.keeps_pace:  # no draft makes a step longer than rows want to wait for their next token
             left = min(left, step_budget(state, self.pace, mask, []) - draft.num_decoding)
         width, tokens = state.drafts.choose(draft.num_decoding, left, sum(draft.spans.values()))
+        if width != state.drafts.recorded:
+            steering.record_drafts(state, draft.num_decoding, width, tokens)
         if not width:
             return
         scheduled = rows.scheduled[:high]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paceline.audit.codec import decode_time
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.config.engine import DraftConfig
 from paceline.core.clock import ManualClock
@@ -149,3 +151,14 @@ def test_a_run_without_drafts_says_nothing(tmp_path: Path) -> None:
     simulate(of, LOAD, recorder=RunLogWriter(path, run_header(of.engine)))
     with pytest.raises(InputError, match="made no drafts"):
         Acceptance.read(str(path))
+
+
+def test_how_many_are_worth_their_time_is_on_record_and_replays(tmp_path: Path) -> None:
+    path, of = tmp_path / "run.jsonl", config("0.8")
+    simulate(of, LOAD, recorder=RunLogWriter(path, run_header(of.engine)))
+    decided = [each for logged in read_run_log(path) for each in logged.decisions if each[0] == "draft"]
+    assert decided[0][1:4] == [-1, "more are worth their time", 7]
+    assert decided[0][-1].startswith("from=0 to=7 tokens=7 rows=1 floor=0.0")
+    times = [decode_time(each[5]) for each in decided]
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(times))
+    assert replay(read_run_log(path)).is_equal
