@@ -98,7 +98,8 @@ def _script(options: DraftsOptions, engine: Mapping[str, Any], width: int, targe
     assert options.script is not None
     requests = read_script(Path(options.script), options.requests)
     path = resolve(engine.get("model"), engine.get("revision"), engine.get("download_dir"))
-    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
+    checkpoint = open_checkpoint(path, load_format=engine.get("load_format", "auto"))
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
     texts = [(tokenizer.encode(prompt), tokenizer.encode(answer)) for prompt, answer in requests]
     results = [say(method, texts, width) for method in ("ngram", "history")]
     name = Path(options.script).name
