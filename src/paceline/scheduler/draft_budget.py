@@ -39,6 +39,7 @@ F64 = NDArray[np.float64]
 FIRST_TRUST = 0.5
 PRIOR = 4.0  # drafts that the first trust counts for
 FORGETTING = math.log(0.98) / 16  # of what is known of a kind, 0.98 are left when 16 more have been compared
+TALLIES = 4  # that are learnt from at once
 MOVED = 0.01  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
@@ -58,6 +59,7 @@ class DraftBudget:
         self._compared: F64 = np.zeros(DRAFT_KINDS)
         self._equal: F64 = np.zeros(DRAFT_KINDS)
         self._trust: F64 = np.full(DRAFT_KINDS, FIRST_TRUST)
+        self._tallies: list[DraftTally] = []  # that nothing was learnt from yet
         self._best = 1.0  # trust of the kinds that were seen; at first none was
         self._told: F32 = NO_TRUST
         self._is_told = False
@@ -133,9 +135,14 @@ class DraftBudget:
         """How drafts fared."""
         if tally is None:
             return
-        kept = np.exp(tally.compared * FORGETTING)
-        self._compared = self._compared * kept + tally.compared
-        self._equal = self._equal * kept + tally.equal
+        self._tallies.append(tally)
+        if len(self._tallies) < TALLIES:
+            return
+        compared, equal = total(self._tallies)
+        self._tallies.clear()
+        kept = np.exp(compared * FORGETTING)
+        self._compared = self._compared * kept + compared
+        self._equal = self._equal * kept + equal
         self._trust = (self._equal + FIRST_TRUST * PRIOR) / (self._compared + PRIOR)
         self._best = float((self._trust * np.minimum(self._compared, 1.0)).max())
         self._is_told = False
