@@ -3,7 +3,8 @@
 *step*: host time of a step when the device costs nothing, with rows at uniform phases within their blocks; mean and
 p99 over 512 consecutive steps, of steady decode at several batch sizes, then of 1,024 rows with 32 joining and 32
 leaving in every step. Block allocation, prefix keys, results and events are included. CPU time is what the thread
-used; wall time also has what other programs took from it.
+used; wall time also has what other programs took from it. With --drafts N every decoding row has N drafts verified,
+of which some are right, another number for each row and step.
 
 *trail*: the same work without the decision trail, with the ring and with the logs, in turns, as ratios to "bare",
 which records no decision. *Churn* is the load above, about 14,000 requests a second; *model* a real model with short
@@ -15,7 +16,7 @@ busy server, while this program watches it as a page does (PACELINE_ADMIN_KEY, i
 run with 1,024 rows on the page in Chromium, at its recorded speed; the time of the page's code for each frame, and the
 time between frames.
 
-    python -m benchmarks.engine_cost step [--overlapped]
+    python -m benchmarks.engine_cost step [--overlapped] [--drafts 4]
     python -m benchmarks.engine_cost trail [--rounds 7] [--model FOLDER|FILE] [--requests 96] [--only churn,model]
     python -m benchmarks.engine_cost watch [--step-ms 5] [--seconds 10]
     python -m benchmarks.engine_cost watch-server --url http://127.0.0.1:8000 [--seconds 10]
@@ -55,9 +56,16 @@ from benchmarks.harness import (
     table,
 )
 from paceline.audit.trail import INTERVAL_S
-from paceline.config.engine import Capacity, EngineConfig, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config.engine import (
+    Capacity,
+    DraftConfig,
+    EngineConfig,
+    KVConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from paceline.core.guide import Guide
-from paceline.core.plan import EMPTY, STOPPED, Pending, StepPlan, StepResult
+from paceline.core.plan import DRAFT_KINDS, EMPTY, STOPPED, DraftTally, Pending, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine, load_model
@@ -77,16 +85,21 @@ Make = Callable[[Found], tuple[Engine, Callable[[], Figures]]]  # from options o
 
 
 class NoOpRunner:
-    """Answers each plan with a token for every row that gets one. `leaving` rows stop in each step."""
+    """Answers each plan with a token for every row that gets one. `leaving` rows stop in each step. With drafts, rows
+    get as many tokens as a table says, which is drawn beforehand."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, drafts: int = 0) -> None:
         self.leaving = 0
         self.step_s = 0.0  # how long the device takes
         self._decoding = np.zeros(num_rows, np.bool_)
         self._generation = np.zeros(num_rows, np.int32)
         self._left = np.zeros(num_rows, np.int32)  # known tokens still to compute
         self._rows = EMPTY
-        self._tokens = np.full((num_rows, 1), 7, np.int32)
+        self._tokens = np.full((num_rows, 1 + drafts), 7, np.int32)
+        right = [0, 0, 0, 1, 1, 2, drafts] if drafts else [0]
+        self._counts = 1 + np.random.default_rng(1).choice(right, (64, num_rows)).astype(np.int32)
+        self._verified = np.full(num_rows, drafts, np.int32)
+        self._tally = DraftTally(np.full(DRAFT_KINDS, 4, np.int32), np.full(DRAFT_KINDS, 3, np.int32))
         self._ones = np.ones(num_rows, np.int32)
         self._zeros = np.zeros(num_rows, np.uint8)
         self._finite = np.ones(num_rows, np.bool_)
@@ -117,8 +130,11 @@ class NoOpRunner:
         if self.leaving and len(rows) > self.leaving:
             finished = finished.copy()
             finished[: self.leaving] = STOPPED
-        spans = plan.spans
+        if plan.draft_width:
+            count = self._counts[plan.seq % len(self._counts), : len(rows)]
+        spans, verified = plan.spans, self._verified[: len(rows)]
         if len(spans.row):
+            verified = np.concatenate([verified, self._zeros[: len(spans.row)].astype(np.int32)])
             self._left[spans.row] -= spans.num_scheduled
             rows = np.concatenate([rows, spans.row])
             count = np.concatenate([count, (self._left[spans.row] == 0).astype(np.int32)])
@@ -132,6 +148,8 @@ class NoOpRunner:
                 count=count,
                 finished=finished,
                 finite=self._finite[: len(rows)],
+                verified=verified if plan.draft_width else EMPTY,
+                drafts=self._tally if plan.draft_width else None,
             )
         )
 
@@ -151,7 +169,15 @@ class Load:
     """An engine, its runner and requests for it: prompts of random tokens at uniform phases within their blocks."""
 
     def __init__(
-        self, num_rows: int, *, longest: int, max_tokens: int, budget: int, num_blocks: int, **options: Any
+        self,
+        num_rows: int,
+        *,
+        longest: int,
+        max_tokens: int,
+        budget: int,
+        num_blocks: int,
+        drafts: int = 0,
+        **options: Any,
     ) -> None:
         config = EngineConfig(
             kv=KVConfig(block_size=BLOCK, num_blocks=num_blocks),
@@ -160,10 +186,11 @@ class Load:
                 max_num_batched_tokens=budget,
                 max_model_len=longest,
                 max_queue=1_000_000,
+                drafts=DraftConfig(width=drafts) if drafts else None,
             ),
             **options,
         )
-        self.runner = NoOpRunner(Capacity.of(config).num_rows)
+        self.runner = NoOpRunner(Capacity.of(config).num_rows, drafts)
         self.engine = build_engine(config, self.runner)
         self._sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self._random = np.random.default_rng(0)
@@ -178,13 +205,15 @@ class Load:
 # -- a step --------------------------------------------------------------------------------------------------
 
 
-def step_times(num_rows: int, *, depth: int, churn: int = 0) -> Figures:
+def step_times(num_rows: int, *, depth: int, churn: int = 0, drafts: int = 0) -> Figures:
     """Mean and p99 microseconds per step, of CPU and of wall time."""
-    longest = PROMPT + BLOCK + 3 * STEPS
+    most = (6 if drafts else 3) * STEPS
+    longest = PROMPT + BLOCK + most
     load = Load(
         num_rows,
         longest=longest,
-        max_tokens=3 * STEPS - 64,
+        max_tokens=most - 64,
+        drafts=drafts,
         budget=num_rows + (64 * PROMPT if churn else 65536),
         num_blocks=(num_rows + 64) * (longest // BLOCK + 2),
         depth=depth,
@@ -211,20 +240,24 @@ def step_times(num_rows: int, *, depth: int, churn: int = 0) -> Figures:
     }
 
 
-@bench.part(flag("--overlapped", False, "one step ahead of the device"))
+@bench.part(
+    flag("--overlapped", False, "one step ahead of the device"),
+    flag("--drafts", 0, "verified for each row"),
+)
 def step(given: Given) -> Found:
     """Host time of a step when the device costs nothing."""
     depth = 1 if given.overlapped else 0
     figures = {}
     table("rows", "cpu mean us", "cpu p99", "wall mean us", "wall p99")
-    for size in SIZES:
-        figures[str(size)] = step_times(size, depth=depth)
+    for size in SIZES[:-1] if given.drafts else SIZES:
+        figures[str(size)] = step_times(size, depth=depth, drafts=given.drafts)
         row(size, *figures[str(size)].values())
-    figures["churn"] = step_times(1024, depth=depth, churn=CHURN)
-    row("1024, 32 in 32 out", *figures["churn"].values())
+    if not given.drafts:
+        figures["churn"] = step_times(1024, depth=depth, churn=CHURN)
+        row("1024, 32 in 32 out", *figures["churn"].values())
     slope = (figures["1024"]["cpu_mean_us"] - figures["64"]["cpu_mean_us"]) / 960
     print(f"slope from 64 to 1,024 rows: {slope:.3f} us per row (cpu)")
-    return {"depth": depth, "slope_us_per_row": slope, **figures}
+    return {"depth": depth, "drafts": given.drafts, "slope_us_per_row": slope, **figures}
 
 
 # -- the decision trail --------------------------------------------------------------------------------------

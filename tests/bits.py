@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
-from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
 from paceline.runner.drafts import Counts
 from paceline.runner.machine_load import FreeCores, MachineLoad
 
@@ -170,11 +170,11 @@ class Oracle:
         self._wrong = wrong
         self._rng = random.Random(0)
 
-    def join(self, rows: DeviceRows, row: int) -> None: ...
+    def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None: ...
 
     def leave(self, rows: DeviceRows, row: int) -> None: ...
 
-    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
+    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> Drafts | None:
         if not plan.draft_width:
             return None
         rng, left = self._rng, plan.draft_tokens
@@ -193,7 +193,7 @@ class Oracle:
             ]
             count[number] = len(drafts)
             left -= len(drafts)
-        return tokens, count
+        return Drafts(tokens, count)
 
     def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None: ...
 

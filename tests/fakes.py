@@ -116,6 +116,7 @@ class _Row:
     stop_below: int = 0
     is_guided: bool = False
     guide: FakeGuide | None = None  # a copy, of the step that is computed
+    is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
     tables: list[list[int]] = field(default_factory=list)
     kv: list[tuple[list[int], list[list[int]]]] = field(
@@ -256,6 +257,7 @@ class FakeRunner:
                 seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
                 is_guided=sampling.structured_outputs is not None,
+                is_predicted=bool(sampling.prediction),
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
             )
@@ -389,7 +391,9 @@ class FakeRunner:
             equal[: len(tokens) - 1] += 1
         verified = np.zeros(len(work), np.int32)
         verified[list(more)] = [len(guesses[work[place][0]]) for place in more]
-        return {"verified": verified, "drafts": DraftTally(compared, equal)}
+        predicted = np.where([row.is_predicted for _, row, _ in work], verified, 0)
+        found = {"verified": verified, "drafts": DraftTally(compared, equal)}
+        return found | ({"predicted": predicted.astype(np.int32)} if predicted.any() else {})
 
     def _advance(self, row: _Row, num: int) -> tuple[int, int, int]:
         """Compute `num` tokens of a row through its block tables; returns the token, its count, how it ended."""

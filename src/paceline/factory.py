@@ -209,7 +209,7 @@ def load_model(
     from paceline.models.files.open import open_checkpoint
 
     # Raises at once for a bad option.
-    DraftConfig.read(model.speculative_config)
+    drafts = DraftConfig.read(model.speculative_config)
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -226,9 +226,9 @@ def load_model(
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
-        built = _on_gpu(model, given, checkpoint, ends, on_progress, interactive=interactive)
+        built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
-        built = _on_cpu(model, given, checkpoint, ends, pulse, free, on_progress)
+        built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
     config, runner, hardware, notices, cpu_work = built
     return LoadedModel(
         engine=build_engine(
@@ -264,18 +264,17 @@ def _on_cpu(
     given: Mapping[str, Any],
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
-    pulse: Pulse,
-    free: FreeCores,
+    drafts: DraftConfig | None,
+    shared: tuple[Pulse, FreeCores],
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
 
-    backend = _native_backend(model, checkpoint, (pulse, free), given, on_progress)
+    backend = _native_backend(model, checkpoint, shared, given, on_progress)
     if not isinstance(backend, CPUBackend):
-        backend = _torch_backend(model, checkpoint, (pulse, free), on_progress, backend)
+        backend = _torch_backend(model, checkpoint, shared, on_progress, backend)
     config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
-    drafts = DraftConfig.read(model.speculative_config)
     if drafts is not None:
         if config.scheduler.mode != "continuous":
             raise ConfigError(
@@ -295,7 +294,7 @@ def _on_cpu(
     hardware = Hardware(
         device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes, runner=backend.about
     )
-    runner = CPURunner(config, backend.make_step(config), ends, pulse)
+    runner = CPURunner(config, backend.make_step(config), ends, shared[0])
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
@@ -446,6 +445,7 @@ def _on_gpu(
     given: Mapping[str, Any],
     checkpoint: Checkpoint,
     ends: tuple[int, ...],
+    drafts: DraftConfig | None,
     on_progress: LoadProgress,
     *,
     interactive: bool,
@@ -459,7 +459,7 @@ def _on_gpu(
     from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
     from paceline.runner.sizing import block_seconds
 
-    if DraftConfig.read(model.speculative_config) is not None:
+    if drafts is not None:
         raise ConfigError(
             "--speculative-config: speculative decoding works on a CPU so far; leave it out on a GPU"
         )

@@ -223,12 +223,44 @@ def test_what_was_answered_before_is_drafted_for_the_same_tenant(tmp_path: Path)
     ) as llm:
         always_draft(llm._front.engine)
         answers = []
-        for _ in range(3):
+        for _ in range(4):
             before = llm._front.engine.num_submitted
             answers.append(llm.generate("once upon a time", sampling)[0].outputs[0].token_ids)
             steps.append(llm._front.engine.num_submitted - before)
-    assert answers[0] == answers[1] == answers[2]
+            if len(steps) == 3:
+                llm.reset_prefix_cache()
+    assert answers[0] == answers[1] == answers[2] == answers[3]
     assert steps[2] < 0.4 * steps[0], steps
+    assert steps[3] == steps[0]  # the texts before are forgotten
+
+
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_a_prediction_brings_tokens_sooner_and_no_others(tmp_path: Path, method: str) -> None:
+    """One that is right, one with words put in, for two branches, of which one says something else."""
+    folder = write_model(tmp_path)
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True, n=2)
+    given = {"load_format": "dummy", "num_blocks": 64, "enable_prefix_caching": False}
+    outputs, steps = [], []
+    with LLM(str(folder), speculative_config=method, **given) as llm:
+        engine = llm._front.engine
+        prediction: tuple[int, ...] = ()
+        always_draft(engine)
+        for number in (1, 2, 2, 1):
+            before = engine.num_submitted
+            outputs += llm.generate("once upon a time", replace(sampling, n=number, prediction=prediction))
+            steps.append(engine.num_submitted - before)
+            said = outputs[0].outputs[0].token_ids
+            prediction = tuple(said) if len(outputs) != 2 else (*said[:30], *[5] * 20, *said[30:])
+    assert all(output.outputs[0].token_ids == said for output in outputs)
+    assert outputs[1].outputs[1].token_ids == outputs[2].outputs[1].token_ids != said
+    accepted = [output.accepted_prediction_tokens for output in outputs]
+    rejected = [output.rejected_prediction_tokens for output in outputs]
+    if method == "off":
+        assert accepted == rejected == [0, 0, 0, 0] and min(steps) >= 60
+        return
+    assert (accepted[0], rejected[0], rejected[3]) == (0, 0, 0)
+    assert min(accepted[1:]) > 20 and rejected[2] > 0
+    assert steps[3] == 60 - accepted[3] < 40, steps
 
 
 def test_drafts_and_padded_batches_exclude_each_other(tmp_path: Path) -> None:

@@ -275,6 +275,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
     if len(result.verified):
         encoded["verified"] = pack(result.verified)
+    if len(result.predicted):
+        encoded["predicted"] = pack(result.predicted)
     if result.drafts is not None:
         encoded["drafts"] = [pack(column) for column in result.drafts]
     return encoded
@@ -299,10 +301,12 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         copies_done=np.array(value.get("copies_done", []), np.int32),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
         verified=_column(value, "verified", EMPTY),
+        predicted=_column(value, "predicted", EMPTY),
         drafts=None if drafts is None else DraftTally(*map(unpack, drafts)),
     )
     columns: list[NDArray[Any]] = [result.generation, result.count, result.finished, result.finite]
-    for column in [*columns, result.verified] if "verified" in value else columns:
+    columns += [each for each in (result.verified, result.predicted) if len(each)]
+    for column in columns:
         if len(column) != num_rows:
             raise ValueError(f"a column has {len(column)} entries for {num_rows} rows")
     if result.drafts is not None and any(len(column) != DRAFT_KINDS for column in result.drafts):

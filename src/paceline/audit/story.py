@@ -224,11 +224,16 @@ def _fail(run: list[Decision], past: list[Decision]) -> str:
 
 
 def _steered(run: list[Decision], past: list[Decision]) -> str:
-    what = "the dial" if run[0].kind is DecisionKind.DIAL else "the policy"
+    what = _STEERED[run[0].kind]
     moves = "; ".join(f"{each.reason.value} at step {each.step}: {each.detail}" for each in run)
     return f"{what} was moved ({moves})"
 
 
+_STEERED = {
+    DecisionKind.DIAL: "the dial",
+    DecisionKind.POLICY: "the policy",
+    DecisionKind.DRAFT: "the number of drafts",
+}
 _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] = {
     DecisionKind.ADMIT: _admit,
     DecisionKind.RESUME: _resume,
@@ -243,6 +248,7 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.FAIL: _fail,
     DecisionKind.DIAL: _steered,
     DecisionKind.POLICY: _steered,
+    DecisionKind.DRAFT: _steered,
 }
 
 

@@ -32,6 +32,7 @@ CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
 DRAFT_METHODS = ("off", "auto", "ngram", "history")
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
+MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
 
@@ -450,7 +451,11 @@ class EngineConfig(CheckedOptions):
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(
-        1, "steps planned ahead of the device; 0: wait for each step", low=0, high=8, panel="Step timing"
+        1,
+        "steps planned ahead of the device; 0: wait for each step",
+        low=0,
+        high=MOST_STEPS_AHEAD,
+        panel="Step timing",
     )
     check_every: int = option(256, "steps between two checks of the invariants; 0: never", low=0, panel=None)
     decision_ring: int = option(

@@ -99,6 +99,7 @@ class DecisionKind(StrEnum):
     FAIL = "fail"
     DIAL = "dial"  # about no request: the limits of steps were moved
     POLICY = "policy"  # about no request: others go first
+    DRAFT = "draft"  # about no request: rows may have more drafts in a step, or fewer
 
 
 # The message to a user for `numerical_error`.
@@ -166,6 +167,9 @@ class Rule(StrEnum):
     UNDER_TARGET = "under target"
     OUT_OF_REACH = "out of reach"  # the target is not held although the dial is at its end
     WITHIN_REACH = "within reach"
+    # draft
+    MORE_DRAFTS = "more are worth their time"
+    FEWER_DRAFTS = "fewer are worth their time"
 
 
 NO_NUMBER = -1  # a figure that does not bear on a decision
@@ -189,6 +193,7 @@ class Decision(NamedTuple):
     | preempt        | tokens computed so far         | the one that got its place         | expected cost       |
     | finish, refuse | tokens generated; requested    |                                    |                     |
     | dial           | thousandths of the dial        |                                    | the p99 observed    |
+    | draft          | most drafts of a row           |                                    |                     |
     """
 
     kind: DecisionKind

@@ -7,6 +7,7 @@ block appends, swap-outs, block copies, swap-ins, then the computation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -137,6 +138,20 @@ class StepWork:
 
 # Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.
 DRAFT_KINDS = 32
+LEAST_CHANCE = 0.02  # below which a draft is never made
+
+
+def draft_depth(trust: float, floor: float, width: int) -> int:
+    """How many drafts of a kind in a row are worth their time: the chance of the last is above the floor."""
+    if trust <= LEAST_CHANCE:
+        return 0
+    return (
+        width
+        if trust >= 1.0
+        else min(int(math.log(min(max(floor, LEAST_CHANCE), 1.0)) / math.log(trust)), width)
+    )
+
+
 NO_TRUST: F32 = np.zeros(0, np.float32)
 NO_TRUST.flags.writeable = False
 
@@ -216,6 +231,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = NO_TIMES
     verified: I32 = EMPTY  # drafts computed, by row; empty: none
+    predicted: I32 = EMPTY  # of these, from the prediction of the row's request; empty: none
     drafts: DraftTally | None = None
 
 

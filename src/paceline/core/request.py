@@ -94,6 +94,9 @@ class Cost(NamedTuple):
     redone_block_us: int = 0  # of these, while it computed again what it had to give up
     redone: int = 0  # tokens computed again
     swaps: int = 0  # of its preemptions, those that kept its KV on the host
+    # Drafts from its prediction that were verified: those that were right, and the others.
+    accepted_predictions: int = 0
+    rejected_predictions: int = 0
 
 
 NO_COST = Cost()

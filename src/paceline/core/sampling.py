@@ -169,6 +169,11 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = parameter(
         (), "words that are not produced, as text or token ids"
     )
+    prediction: str | tuple[int, ...] = parameter(
+        (),
+        "what the answer is expected to say, as text or token ids: drafts are made from it, which changes no token",
+        offered=Offer.NOWHERE,
+    )
     seed: int | None = parameter(
         None,
         "the same seed gives the same answer",
@@ -242,6 +247,7 @@ class SamplingParams:
             ("logit_bias", tuple(self.logit_bias)),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", tuple(t for word in self.bad_words if not isinstance(word, str) for t in word)),
+            ("prediction", () if isinstance(self.prediction, str) else self.prediction),
         )
         for name, tokens in fields:
             for token in tokens:
@@ -304,13 +310,15 @@ def _normalize(params: SamplingParams) -> None:
     """Accept the shapes people write: one string for `stop`, lists for tuples, 0 and -1 for no limit."""
     if isinstance(params.stop, str):
         object.__setattr__(params, "stop", (params.stop,))
-    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "prediction"):
         value = getattr(params, name)
         if value is None:
             if name != "allowed_token_ids":
                 object.__setattr__(params, name, ())
         elif isinstance(value, list | set | frozenset):
             object.__setattr__(params, name, tuple(value))
+    if params.prediction == "":
+        object.__setattr__(params, "prediction", ())
     if params.structured_outputs is not None:
         object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
     if params.logit_bias is None:

@@ -262,6 +262,8 @@ class Collector:
         result = whole.output
         if output.index == 0:  # the others take the prompt over from the first
             result.num_cached_tokens = ending.num_cached
+        result.accepted_prediction_tokens += ending.cost.accepted_predictions
+        result.rejected_prediction_tokens += ending.cost.rejected_predictions
         assert result.metrics is not None
         _count(result.metrics, ending)
         result.finished = all(part.finished for part in result.outputs)

@@ -75,6 +75,7 @@ class LLM(ModelHolder):
             front.engine.close()
 
     def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
         self._front.engine.scheduler.reset_prefix_cache()
 
     def set_dial(

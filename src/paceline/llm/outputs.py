@@ -102,6 +102,9 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    # Drafts from its prediction that were verified, over all branches: those that were right, and the others.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     metrics: RequestMetrics | None = None
 
     def copied(self) -> RequestOutput:
@@ -114,6 +117,8 @@ class RequestOutput:
             prompt_logprobs=self.prompt_logprobs,
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            accepted_prediction_tokens=self.accepted_prediction_tokens,
+            rejected_prediction_tokens=self.rejected_prediction_tokens,
             metrics=None if self.metrics is None else self.metrics.copied(),
         )
 

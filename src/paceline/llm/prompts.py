@@ -133,10 +133,22 @@ class PromptReader:
                 raise InvalidRequest("bad_words as text need a tokenizer", param="bad_words")
             given = [word for word in sampling.bad_words if not isinstance(word, str)]
             changes["bad_words"] = (*given, *bad_word_ids(self._tokenizer, words))
+        if sampling.prediction:
+            changes["prediction"] = self._prediction(sampling.prediction)
         if sampling.stop and self._tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
         sampling.check_vocabulary(self._vocab_size)
         return replace(sampling, **changes) if changes else sampling
+
+    def _prediction(self, given: str | tuple[int, ...]) -> tuple[int, ...]:
+        """As token ids, no more of them than a sequence can have: it decides nothing but when tokens come."""
+        if not isinstance(given, str):
+            return given[: self._max_model_len]
+        if self._tokenizer is None:
+            raise InvalidRequest("prediction as text needs a tokenizer; give token ids", param="prediction")
+        limit = self._max_model_len * MAX_CHARS_PER_TOKEN
+        ids = self._tokenizer.encode(given, add_special_tokens=False, max_chars=limit, param="prediction")
+        return tuple(ids[: self._max_model_len])
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -93,6 +93,8 @@ class EngineStats:
     watch_cpu_s: float = 0.0  # of the engine's process, spent on the live page; part of `cpu_s`
     cpu_s: float = 0.0  # of the engine's process, all threads
     dial: DialStatus = field(default_factory=DialStatus)
+    draft_width: int = 0  # most drafts of a request in a step, as of the last one
+    draft_gain: float = 1.0  # speed over that without drafts, of the last steps
     cpu: CPUWork = field(default_factory=CPUWork)
 
     @property

@@ -64,8 +64,9 @@ class _Sampling(msgspec.Struct):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
-        """Words in `bad_words` must be token ids by now, as the prompt is."""
-        assert not any(isinstance(word, str) for word in params.bad_words), "bad_words travel as token ids"
+        """`bad_words` and `prediction` must be token ids by now, as the prompt is."""
+        texts = (*params.bad_words, params.prediction)
+        assert not any(isinstance(each, str) for each in texts), "texts travel as token ids"
         values = {name: getattr(params, name) for name in cls.__struct_fields__}
         return cls(**values | {"logit_bias": dict(params.logit_bias)})
 
@@ -82,7 +83,11 @@ if TYPE_CHECKING:
         def __init__(self, **values: Any) -> None: ...
 
 else:
-    _WIRE_TYPES = {"logit_bias": dict[int, float], "bad_words": tuple[tuple[int, ...], ...]}
+    _WIRE_TYPES = {
+        "logit_bias": dict[int, float],
+        "bad_words": tuple[tuple[int, ...], ...],
+        "prediction": tuple[int, ...],
+    }
     Sampling = msgspec.defstruct(
         "Sampling",
         [

@@ -101,7 +101,10 @@ CHANGE_COLUMNS = {
     "notes": "notes",
 }
 # Figures of a snapshot that are sent under their own names.
-_TOKENS = ("prompt_tokens", "cached_tokens", "computed_tokens", "padding_tokens")
+_TOKENS = (
+    *("prompt_tokens", "cached_tokens", "computed_tokens", "padding_tokens"),
+    *("draft_tokens", "accepted_tokens"),
+)
 COUNTED = ("saved", "evicted", "preempted", "swapped", "finished", *_TOKENS)
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 

@@ -230,7 +230,7 @@ class EngineService:
     def _stats(self) -> EngineStats:
         """The gauges of this moment. The counters are the scheduler's own, read when the frame is encoded."""
         engine, state, checker = self._engine, self._engine.scheduler.state, self._engine.checker
-        pools = [group.pool for group in state.kv.groups]
+        pools, drafts = [group.pool for group in state.kv.groups], state.drafts
         return EngineStats(
             running=state.rows.num_live,
             waiting=len(state.queue),
@@ -247,6 +247,8 @@ class EngineService:
             watch_cpu_s=self._live_view.cpu_s,
             cpu_s=time.process_time(),
             dial=state.dial.status(),
+            draft_width=0 if drafts is None else drafts.chosen,
+            draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
             cpu=self._cpu_work(),
         )
 

@@ -32,7 +32,7 @@ from paceline.core.plan import (
 )
 from paceline.core.pulse import Pulse
 from paceline.models.spec import ModelSpec
-from paceline.runner.device_rows import DeviceRows, FlatBatch, make_batch
+from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, History, NgramDrafter, follow_guides
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
@@ -170,10 +170,7 @@ class CPURunner:
         drafts, is_forced = self._drafts(plan, guides)
         batch = make_batch(rows, plan, self._kv.block_size, drafts)
         at = batch.rows
-        verified: Index | None = None
-        if drafts is not None:
-            verified = np.zeros(len(at), np.int64)
-            verified[: len(drafts[1])] = drafts[1]
+        verified = None if drafts is None else _by_row(drafts.number, len(at))
         due = self._due(batch)
         places = _Places.of(batch, due, verified)
         good, settled = self._forward(batch, places)
@@ -204,12 +201,11 @@ class CPURunner:
             logprobs=logprobs,
             times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
             verified=EMPTY if verified is None else verified.astype(np.int32),
+            predicted=_predicted(drafts, len(at)),
             drafts=tally,
         )
 
-    def _drafts(
-        self, plan: StepPlan, guides: Mapping[int, Guide]
-    ) -> tuple[tuple[Index, Index] | None, Bool | None]:
+    def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:
         """Guessed tokens of the decoding rows, and how many of each; then which rows have drafts that must come."""
         if self._drafter is None:
             return None, None
@@ -249,7 +245,8 @@ class CPURunner:
             if sampling.structured_outputs is not None:
                 self._guided.add(row)
             if self._drafter is not None:
-                self._drafter.join(self._rows, row)
+                assert not isinstance(sampling.prediction, str)
+                self._drafter.join(self._rows, row, sampling.prediction)
             try:
                 self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))
             except Exception:
@@ -419,6 +416,19 @@ class _Drawn:
             np.zeros(num_rows, np.int32),
             np.full(num_rows, RUNNING_ON, np.uint8),
         )
+
+
+def _by_row(of_decoding: Index, num_rows: int) -> Index:
+    """A column over all rows of a batch, of which the decoding ones come first."""
+    column: Index = np.zeros(num_rows, np.int64)
+    column[: len(of_decoding)] = of_decoding
+    return column
+
+
+def _predicted(drafts: Drafts | None, num_rows: int) -> I32:
+    if drafts is None or drafts.predicted is None:
+        return EMPTY
+    return _by_row(drafts.predicted, num_rows).astype(np.int32)
 
 
 def _by_group(move: Callable[[int, Index, Index], None], groups: I32, first: I32, second: I32) -> None:

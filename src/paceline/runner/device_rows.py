@@ -11,6 +11,7 @@ other token and store nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,11 +106,17 @@ class FlatBatch:
         return last
 
 
-def make_batch(
-    rows: DeviceRows, plan: StepPlan, block_size: int, drafts: tuple[Index, Index] | None = None
-) -> FlatBatch:
-    """The batch of a plan that has been applied to `rows`; `drafts`: guessed tokens of the decoding rows, and how many
-    of each row. They are written behind its last token, and stay there until others come."""
+class Drafts(NamedTuple):
+    """Guesses of a step."""
+
+    tokens: Index  # [decoding rows, width]
+    number: Index  # of each row
+    predicted: Index | None = None  # of these, from the prediction of the row's request; None: none
+
+
+def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts | None = None) -> FlatBatch:
+    """The batch of a plan that has been applied to `rows`; `drafts` are written behind the last token of
+    each row, and stay there until others come."""
     decode = np.flatnonzero(rows.decoding)
     at = np.concatenate([decode, plan.spans.row])
     masked = rows.ended[at]
@@ -117,7 +124,7 @@ def make_batch(
     count = np.ones(len(at), np.int64)
     count[len(decode) :] = plan.spans.num_scheduled
     if drafts is not None:
-        guesses, number = drafts
+        guesses, number = drafts.tokens, drafts.number
         owner, place = (np.arange(guesses.shape[1]) < number[:, None]).nonzero()
         rows.tokens[decode[owner], rows.num_tokens[decode[owner]] + place] = guesses[owner, place]
         count[: len(decode)] += number

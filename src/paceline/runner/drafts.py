@@ -1,9 +1,10 @@
 """Drafts on the CPU: guesses of a row's next tokens, from what its own tokens and earlier texts have been like.
 
 A row that has said the same few tokens before is likely to go on as it did then. Each row has an index of where its
-last pairs and fours of tokens stood, which goes with its owner. With `history`, texts that have ended well are kept in
-a ring, with a hash of their threes and sixes; the tenant is in the hash, so that no row finds another tenant's text. A
-draft is a hint: it can be wrong, and costs time then; whether it was right is decided by the token that is drawn.
+last pairs and fours of tokens stood, which goes with its owner. A request may bring a prediction: a text it is expected
+to say, which its rows alone draft from. With `history`, texts that have ended well are kept in a ring, with a hash of
+their threes and sixes; the tenant is in the hash, so that no row finds another tenant's text. A draft is a hint: it can
+be wrong, and costs time then; whether it was right is decided by the token that is drawn.
 
 Of a row's own text plain dictionaries: a step has tens of rows here, and each costs a few lookups, where arrays over
 all rows cost ten times that before they do anything. An entry takes about 100 bytes, a token's keys and values take a
@@ -12,16 +13,17 @@ hundred times that. Of the ring arrays of one size: it holds a million tokens, w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.guide import Guide
-from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan
-from paceline.runner.device_rows import DeviceRows
+from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan, draft_depth
+from paceline.runner.device_rows import DeviceRows, Drafts
 
 Index = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -33,9 +35,10 @@ LONGEST = 7  # tokens that are compared to tell how long a match is
 MISSED, PARTLY, WHOLLY = 0, 1, 2  # how a row's last draft fared
 FATES = 3
 OF_HISTORY = (LONGEST - 1) * FATES  # the first kind of draft from an earlier text
+# The kinds of draft from a prediction: where the row has just got a token of it, and where it was found again.
+FOLLOWED, FOUND = DRAFT_KINDS - 2, DRAFT_KINDS - 1
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs
 _NO_TOKEN = -1
-_LEAST = 1e-3  # chance below which a draft is never made
 
 
 class Drafter(Protocol):
@@ -45,13 +48,12 @@ class Drafter(Protocol):
         """A row has lost its owner, whose tokens are still there."""
         ...
 
-    def join(self, rows: DeviceRows, row: int) -> None:
-        """A row has a new owner; all its tokens are there."""
+    def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None:
+        """A row has a new owner; all its tokens are there. `prediction`: what it is expected to say."""
         ...
 
-    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
-        """Drafts of the decoding rows `at` as tokens [rows, width], and how many each row has; no more than the plan
-        allows. None: no row has any."""
+    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> Drafts | None:
+        """Drafts of the decoding rows `at`, no more than the plan allows. None: no row has any."""
         ...
 
     def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None:
@@ -63,15 +65,58 @@ class Drafter(Protocol):
         ...
 
 
+class Prediction:
+    """A text that a row is expected to say, and where in it the row is.
+
+    The row begins at its first token. Where it says something else, its last two tokens are looked for, from where it
+    was on: an edited text goes on behind the edit.
+    """
+
+    __slots__ = ("_behind", "_last", "_reached", "is_followed", "place", "tokens")
+
+    def __init__(self, tokens: Sequence[int], said: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.place = 0  # of the token that is expected next; len(tokens): none is
+        self.is_followed = False  # the row's last token was the one expected
+        self._reached = 0  # behind the last token that was expected and came
+        self._last = -1  # token of the row
+        self._behind: dict[tuple[int, int], list[int]] = {}  # where each pair ends
+        for end, pair in enumerate(pairwise(self.tokens), 2):
+            self._behind.setdefault(pair, []).append(end)
+        self.follow(said)
+
+    def follow(self, new: Sequence[int]) -> None:
+        """The row has got these tokens."""
+        for token in new:
+            self.is_followed = self.tokens[self.place : self.place + 1] == [token]
+            if self.is_followed:
+                self._reached = self.place = self.place + 1
+            else:
+                ends = self._behind.get((self._last, token), [len(self.tokens)])
+                self.place = ends[min(bisect_left(ends, self._reached), len(ends) - 1)]
+            self._last = token
+
+    @property
+    def kind(self) -> int:
+        """Of the draft that comes next; -1: there is none."""
+        if self.place == len(self.tokens):
+            return -1
+        return FOLLOWED if self.is_followed else FOUND
+
+    def guess(self, count: int) -> list[int]:
+        """The next tokens, as far as it goes."""
+        return self.tokens[self.place : self.place + count]
+
+
 class RowText:
     """The tokens of a row, where its last ones stood before, and how the guess from there fared."""
 
-    __slots__ = ("_fours", "_pairs", "earlier", "fate", "kind", "place", "texts", "tokens")
+    __slots__ = ("_fours", "_pairs", "fate", "kind", "place", "prediction", "texts", "tokens")
 
-    def __init__(self, tokens: list[int], texts: int = 0) -> None:
+    def __init__(self, tokens: list[int], texts: int = 0, prediction: Prediction | None = None) -> None:
         self.tokens: list[int] = []
         self.texts = texts
-        self.earlier = False  # the draft that comes next is of an earlier text
+        self.prediction = prediction
         self.fate = PARTLY  # how the last one fared
         self._pairs: dict[int, int] = {}
         self._fours: dict[int, int] = {}
@@ -82,7 +127,7 @@ class RowText:
     def add(self, new: list[int], fate: int) -> None:
         """Tokens have come; the draft for what follows is found. `fate`: how the last one fared."""
         tokens, pairs, fours = self.tokens, self._pairs, self._fours
-        self.fate, self.earlier = fate, False
+        self.fate = fate
         pair = four = found = 0
         for token in new:
             if found:  # what stood behind the key before is known now
@@ -194,20 +239,23 @@ class NgramDrafter:
         self._equal = [0] * DRAFT_KINDS
         self._any = False  # something was compared since the last tally
 
-    def join(self, rows: DeviceRows, row: int) -> None:
-        known = rows.tokens[row, : rows.num_tokens[row]].tolist()
-        self._texts[row] = RowText(known, rows.texts.item(row))
+    def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None:
+        known: list[int] = rows.tokens[row, : rows.num_tokens[row]].tolist()
+        expected = Prediction(prediction, known[rows.num_prompt[row] :]) if prediction else None
+        self._texts[row] = text = RowText(known, rows.texts.item(row), expected)
+        if expected is not None and expected.kind >= 0:
+            text.kind = expected.kind
 
     def leave(self, rows: DeviceRows, row: int) -> None:
         if self._history is not None and rows.ended[row]:  # else it was aborted, or failed, or comes back
             self._history.add(rows.tokens[row, : rows.num_tokens[row]], rows.texts.item(row))
 
-    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> tuple[Index, Index] | None:
+    def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> Drafts | None:
         if len(plan.trust):
             self._trust = plan.trust.tolist()
         if not plan.draft_width:
             return None
-        depths = self._depths(plan)
+        depths = [draft_depth(trust, plan.draft_floor, plan.draft_width) for trust in self._trust]
         texts = [self._texts[row] for row in at.tolist()]
         counts = [depths[text.kind] if text.kind >= 0 else 0 for text in texts]
         if not any(counts):
@@ -224,20 +272,16 @@ class NgramDrafter:
                 guess = self._guess(texts[number], count)
                 counts[number] = len(guess)  # an earlier text may end before that
                 tokens[number, : len(guess)] = guess
-        return tokens, np.array(counts, np.int64)
+        made: Index = np.array(counts, np.int64)
+        is_predicted = [text.kind >= FOLLOWED for text in texts]
+        return Drafts(tokens, made, np.where(is_predicted, made, 0) if any(is_predicted) else None)
 
     def _guess(self, text: RowText, count: int) -> list[int]:
-        if text.earlier and self._history is not None:
+        if text.kind >= FOLLOWED and text.prediction is not None:
+            return text.prediction.guess(count)
+        if text.kind >= OF_HISTORY and self._history is not None:
             return self._history.guess(text.place, count)
         return text.guess(count)
-
-    def _depths(self, plan: StepPlan) -> list[int]:
-        """How many drafts of each kind are worth their time: the chance of the last is above the floor."""
-        floor, width = math.log(min(max(plan.draft_floor, _LEAST), 1.0)), plan.draft_width
-        return [
-            0 if trust <= _LEAST else width if trust >= 1.0 else min(int(floor / math.log(trust)), width)
-            for trust in self._trust
-        ]
 
     def _likeliest(self, texts: list[RowText], counts: list[int], most: int) -> list[int]:
         """Of these drafts the likeliest; one is never likelier than the one before it."""
@@ -260,16 +304,22 @@ class NgramDrafter:
             if counts[number] != 1:
                 new = rows.tokens[row, ends[number] - counts[number] : ends[number]].tolist()
             text.add(new, self._fate(text, new, drafts[number]))
-            if self._history is not None:
-                self._look_back(self._history, text)
+            if text.prediction is not None:
+                text.prediction.follow(new)
+            self._choose(text)
 
-    def _look_back(self, history: History, text: RowText) -> None:
-        """Take the draft of an earlier text, where that is more trusted than the row's own."""
-        place, length = history.find(text.tokens, text.texts)
-        if length:
+    def _choose(self, text: RowText) -> None:
+        """Take the draft of an earlier text, or of the row's prediction, where that is more trusted than the row's own.
+        A prediction that is being followed comes first: it is what the request asked for."""
+        if self._history is not None:
+            place, length = self._history.find(text.tokens, text.texts)
             kind = OF_HISTORY + min(length - THREE, 3) * FATES + text.fate
-            if text.kind < 0 or self._trust[kind] > self._trust[text.kind]:
-                text.kind, text.place, text.earlier = kind, place, True
+            if length and (text.kind < 0 or self._trust[kind] > self._trust[text.kind]):
+                text.kind, text.place = kind, place
+        if text.prediction is not None and text.prediction.kind >= 0:
+            kind = text.prediction.kind
+            if kind == FOLLOWED or text.kind < 0 or self._trust[kind] >= self._trust[text.kind]:
+                text.kind = kind
 
     def _fate(self, text: RowText, new: list[int], drafts: int) -> int:
         """Count drafts that were verified; of the others the first, which is compared with the token that came."""
@@ -298,14 +348,14 @@ def follow_guides(
     rows: DeviceRows,
     plan: StepPlan,
     at: Index,
-    drafts: tuple[Index, Index] | None,
-) -> tuple[tuple[Index, Index] | None, Bool]:
+    drafts: Drafts | None,
+) -> tuple[Drafts | None, Bool]:
     """The drafts of the rows `at`, where those with a guide have what it forces, or of a guess what it allows; then
     which rows have what is forced."""
     is_forced = np.zeros(len(at), np.bool_)
     if drafts is None:
-        drafts = np.zeros((len(at), plan.draft_width), np.int64), np.zeros(len(at), np.int64)
-    tokens, counts = drafts
+        drafts = Drafts(np.zeros((len(at), plan.draft_width), np.int64), np.zeros(len(at), np.int64))
+    tokens, counts, predicted = drafts
     left = plan.draft_tokens - int(counts.sum())
     for number, row in enumerate(at.tolist()):
         guide = guides.get(row)
@@ -325,6 +375,8 @@ def follow_guides(
         tokens[number, : len(found)] = found
         counts[number] = len(found)
         left += before - len(found)
+        if predicted is not None:
+            predicted[number] = 0 if is_forced[number] else min(int(predicted[number]), len(found))
     return (drafts if counts.any() else None), is_forced
 
 

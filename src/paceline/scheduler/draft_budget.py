@@ -15,20 +15,37 @@ Decision: docs/decisions/0036-drafts.md.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
+
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, SchedulerConfig
-from paceline.core.plan import DRAFT_KINDS, F32, NO_TRUST, DraftTally, StepPlan, StepResult, StepWork
+from paceline.core.fast import total
+from paceline.core.plan import (
+    DRAFT_KINDS,
+    F32,
+    NO_TRUST,
+    DraftTally,
+    StepResult,
+    StepWork,
+    draft_depth,
+)
 from paceline.scheduler.modes import Mode
+
+F64 = NDArray[np.float64]
 
 FIRST_TRUST = 0.5
 PRIOR = 4.0  # drafts that the first trust counts for
-KEPT = 0.98  # of what is known of a kind, when 16 more of it have been compared
-MOVED = 0.02  # a change of trust that the runner is told of
+FORGETTING = math.log(0.98) / 16  # of what is known of a kind, 0.98 are left when 16 more have been compared
+TALLIES = 4  # that are learnt from at once
+MOVED = 0.01  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
 LEVEL, FACTOR, NEW_FACTOR = 0.05, 0.1, 0.3  # weights of the last step in what is known of step times
 MOST_SURPRISE = 2.0
+RECORD_S = 1.0  # least time between two decisions on record
 
 
 class DraftBudget:
@@ -39,53 +56,96 @@ class DraftBudget:
         self.floor = 0.0
         self._seconds = StepSeconds(config.fixed_s, config.token_s)
         self._drafted = 1.0  # drafts of a step that has any, lately
-        self._compared, self._equal = [0.0] * DRAFT_KINDS, [0.0] * DRAFT_KINDS
-        self._trust: F32 = np.full(DRAFT_KINDS, FIRST_TRUST, np.float32)
+        self._compared: F64 = np.zeros(DRAFT_KINDS)
+        self._equal: F64 = np.zeros(DRAFT_KINDS)
+        self._trust: F64 = np.full(DRAFT_KINDS, FIRST_TRUST)
+        self._tallies: list[DraftTally] = []  # that nothing was learnt from yet
+        self._best = 1.0  # trust of the kinds that were seen; at first none was
         self._told: F32 = NO_TRUST
+        self._is_told = False
         self.right = 0.0  # drafts per row and step that were right, lately
+        self.chosen = 0  # most drafts of a row in the last step that decoded
+        self.recorded = 0  # width of the last decision on record
+        self._recorded_s = -math.inf
 
-    def choose(self, rows: int, left: int) -> tuple[int, int]:
-        """Most drafts of a row and of all rows, where so many rows decode and so many tokens are left."""
-        more = max(1, round(self._drafted))
-        plain, drafted = self._seconds(rows), self._seconds(rows + more)
+    def choose(self, rows: int, left: int, prompt_tokens: int = 0) -> tuple[int, int]:
+        """Most drafts of a row and of all rows, where so many rows decode beside so many tokens of prompts, and so many
+        tokens are left."""
+        plain = self._seconds(rows)
+        if prompt_tokens:  # which are computed in any case: what drafts take is taken from steps without them
+            token = self._seconds.of_prompts
+        else:
+            more = max(1, round(self._drafted))
+            token = max(self._seconds(rows + more) - plain, 0.0) / more
         rate = rows * (1.0 + self.right) / plain if plain > 0.0 else 0.0
-        self.floor = min(MARGIN * rate * max(drafted - plain, 0.0) / more, 1.0)
-        tokens = min(left, rows * self.width)
-        if tokens < 1 or self.floor >= 1.0:
-            return 0, 0
-        return self.width, tokens
+        self.floor = min(MARGIN * rate * token, 1.0)
+        # Room is made for what the best kind may have: a row with room for drafts is known only within bounds.
+        width = draft_depth(self._best, self.floor, self.width) if self.floor < 1.0 else 0
+        tokens = min(left, rows * width)
+        self.chosen = width if tokens > 0 else 0
+        return self.chosen, max(tokens, 0)
 
-    def stamp(self, plan: StepPlan, width: int, tokens: int) -> StepPlan:
-        """The plan with what the runner needs to know of drafts."""
-        trust = NO_TRUST
-        if not len(self._told) or np.abs(self._trust - self._told).max() > MOVED:
-            trust = self._told = self._trust.copy()
-        return plan._replace(draft_width=width, draft_tokens=tokens, draft_floor=self.floor, trust=trust)
+    def gains(self, rows: int, width: int) -> tuple[float, float]:
+        """Speed with drafts over speed without, for so many rows: as trust has it, if every row has as many as it may,
+        and as the last steps have had it."""
+        plain = self._seconds(rows)
+        best, drafted = self._best, max(1, round(self._drafted))
+        if plain <= 0.0:
+            return 1.0, 1.0
+        expected = 1.0 + sum(best**depth for depth in range(1, width + 1))
+        predicted = expected * plain / self._seconds(rows + rows * width)
+        return predicted, (1.0 + self.right) * plain / (
+            self._seconds(rows + drafted) if self.right else plain
+        )
+
+    def is_news(self, width: int, now_s: float) -> bool:
+        """Whether this width is another than the one that was put on record last, some time ago."""
+        if width == self.recorded or now_s - self._recorded_s < RECORD_S:
+            return False
+        self._recorded_s = now_s
+        return True
+
+    def tell_trust(self) -> F32:
+        """The chance of each kind, if it has moved since the runner was told."""
+        if self._is_told:
+            return NO_TRUST
+        self._is_told = True
+        if len(self._told) and np.abs(self._trust - self._told).max() <= MOVED:
+            return NO_TRUST
+        self._told = self._trust.astype(np.float32)
+        return self._told
 
     def learn(self, work: StepWork, result: StepResult) -> None:
         """A step has run."""
-        verified = int(result.verified.sum()) if len(result.verified) else 0
+        verified = int(total(result.verified)) if len(result.verified) else 0
         times = result.times
         if verified:
             self._drafted += LATELY * (verified - self._drafted)
         if work.decode_rows and not work.prefill_tokens and not work.swap_blocks:
             if times.end_s > times.start_s:
                 self._seconds.learn(work.decode_rows + verified, times.end_s - times.start_s)
-            right = max(0.0, float(result.count.sum()) / work.decode_rows - 1.0)
+            right = max(0.0, float(total(result.count)) / work.decode_rows - 1.0)
             self.right += LATELY * (right - self.right)
+        elif work.prefill_tokens and not work.swap_blocks and times.end_s > times.start_s:
+            tokens = work.decode_rows + verified
+            self._seconds.learn_prompts(tokens, work.prefill_tokens, times.end_s - times.start_s)
         self.learn_drafts(result.drafts)
 
     def learn_drafts(self, tally: DraftTally | None) -> None:
         """How drafts fared."""
         if tally is None:
             return
-        compared, equal = tally.compared.tolist(), tally.equal.tolist()
-        for kind, number in enumerate(compared):
-            if number:
-                kept = KEPT ** (number / 16.0)
-                self._compared[kind] = seen = self._compared[kind] * kept + number
-                self._equal[kind] = right = self._equal[kind] * kept + equal[kind]
-                self._trust[kind] = (right + FIRST_TRUST * PRIOR) / (seen + PRIOR)
+        self._tallies.append(tally)
+        if len(self._tallies) < TALLIES:
+            return
+        compared, equal = total(self._tallies)
+        self._tallies.clear()
+        kept = np.exp(compared * FORGETTING)
+        self._compared = self._compared * kept + compared
+        self._equal = self._equal * kept + equal
+        self._trust = (self._equal + FIRST_TRUST * PRIOR) / (self._compared + PRIOR)
+        self._best = float((self._trust * np.minimum(self._compared, 1.0)).max())
+        self._is_told = False
 
 
 class StepSeconds:
@@ -100,6 +160,8 @@ class StepSeconds:
         self._fixed_s, self._token_s = fixed_s, token_s
         self._level = 0.0  # of all sizes, lately
         self._factors: dict[int, float] = {}
+        self._sizes: list[int] = []  # that have one, in order
+        self._prompts_s = self._prompts = 0.0  # of the last steps with prompts, beside what their rows took
 
     def learn(self, tokens: int, seconds: float) -> None:
         base_s = self._base(tokens)
@@ -111,9 +173,22 @@ class StepSeconds:
         seen = min(seen, MOST_SURPRISE * level)  # a stall says nothing of the steps after it
         factor = self._factor(tokens)
         self._level += LEVEL * (seen / factor - level)
-        known = self._factors.get(tokens)
-        weight = FACTOR if known is not None else NEW_FACTOR
+        weight = FACTOR
+        if tokens not in self._factors:
+            weight = NEW_FACTOR
+            insort(self._sizes, tokens)
         self._factors[tokens] = factor + weight * (seen / level - factor)
+
+    def learn_prompts(self, tokens: int, prompt_tokens: int, seconds: float) -> None:
+        """A step of so many tokens of decoding rows read so many of prompts too."""
+        more = max(seconds / (self._level or 1.0) - self(tokens), 0.0)
+        self._prompts_s += FACTOR * (more - self._prompts_s)
+        self._prompts += FACTOR * (prompt_tokens - self._prompts)
+
+    @property
+    def of_prompts(self) -> float:
+        """Seconds of a token beside prompts: what one of the prompts' takes."""
+        return self._prompts_s / self._prompts if self._prompts else self._token_s
 
     def __call__(self, tokens: int) -> float:
         return self._base(tokens) * self._factor(tokens)
@@ -126,8 +201,8 @@ class StepSeconds:
         factors = self._factors
         if tokens in factors:
             return factors[tokens]
-        smaller = [size for size in factors if size < tokens]
-        return factors[max(smaller)] if smaller else 1.0
+        below = bisect_left(self._sizes, tokens)
+        return factors[self._sizes[below - 1]] if below else 1.0
 
 
 def make_budget(config: SchedulerConfig, block_size: int, mode: Mode) -> DraftBudget | None:

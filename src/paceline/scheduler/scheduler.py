@@ -290,8 +290,9 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
         self._input(inputs.ResetCache())
+        self.state.cache_resets += 1
         self.state.kv.reset_cache()
 
     def expire(self) -> None:

@@ -61,13 +61,13 @@ from paceline.scheduler.waiting_queue import WaitingQueue, first
 
 def settle_cost(request: Request, computed: int, block_us: int) -> None:
     """A request is about to leave its row, where it has held blocks for `block_us`."""
-    blocks_us, redone_us, redone, swaps = request.cost
+    blocks_us, redone_us, redone, *others = request.cost
     peak_computed = request.peak_computed
     if peak_computed > request.joined_at:  # it had lost some of what it had
         if computed < peak_computed:
             redone_us += block_us
         redone += max(0, min(computed, peak_computed) - request.joined_at)
-    request.cost = make_tuple(Cost, (blocks_us + block_us, redone_us, redone, swaps))
+    request.cost = make_tuple(Cost, (blocks_us + block_us, redone_us, redone, *others))
 
 
 def caught_up(request: Request, block_us: int) -> None:
@@ -182,6 +182,7 @@ class SchedulerState:
         self.flights: deque[Flight] = deque()
         self.deadlines: list[tuple[float, RequestId]] = []
         self.counters = Counters()
+        self.cache_resets = 0  # times that what earlier requests left was to be forgotten
         self.output_stats = OutputStats()
         self.events = EventBuffer()
         self.decisions: list[Decision] = []

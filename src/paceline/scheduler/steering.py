@@ -65,6 +65,25 @@ def record_policy(state: SchedulerState, name: str, options: Mapping[str, float 
     _decide(state, DecisionKind.POLICY, Rule.OPERATOR, 0, 0.0, detail)
 
 
+def record_drafts(state: SchedulerState, rows: int, width: int, tokens: int) -> None:
+    """How many drafts rows may have has changed, with what is expected of that and what was seen before."""
+    drafts = state.drafts
+    if drafts is None or not drafts.is_news(width, state.now_s):
+        return
+    predicted, seen = drafts.gains(rows, width)
+    rule = Rule.MORE_DRAFTS if width > drafts.recorded else Rule.FEWER_DRAFTS
+    parts = (
+        f"from={drafts.recorded}",
+        f"to={width}",
+        f"tokens={tokens}",
+        f"rows={rows}",
+        f"floor={drafts.floor:.3f}",
+    )
+    detail = " ".join([*parts, f"gain={predicted:.3f}", f"seen={seen:.3f}"])
+    drafts.recorded = width
+    _decide(state, DecisionKind.DRAFT, rule, width, 0.0, detail)
+
+
 def _record(state: SchedulerState, rule: Rule, before: float, seen_s: float) -> None:
     detail = move_detail(state.dial, before, seen_s)
     _decide(state, DecisionKind.DIAL, rule, round(state.dial.position * 1000), seen_s, detail)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import LogprobEvent, TokenEvents
-from paceline.core.fast import all_set, any_set, count_set, has_either
+from paceline.core.fast import all_set, any_set, count_set, has_either, total
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestState
 from paceline.scheduler import steering
@@ -56,20 +56,39 @@ def _verified(
     state: SchedulerState, result: StepResult, flight: Flight, at: Index, current: NDArray[np.bool_]
 ) -> None:
     """Rows have computed their token and the drafts that were right; how far they may be now is a smaller bound."""
-    rows, high = state.rows, len(flight.mask)
-    decoding = current & flight.mask[np.minimum(at, high - 1)] & (at < high)
-    rows.computed[at[decoding]] += result.count[decoding]
+    rows, high, count = state.rows, len(flight.mask), result.count
+    decoding = current
+    if flight.spans:  # of rows that may have joined behind those that decode
+        decoding = current & flight.mask[np.minimum(at, high - 1)] & (at < high)
+    rows.computed[at] += count if all_set(decoding) else count * decoding
     if len(result.verified):
-        counters, drafted = state.counters, decoding & (result.verified > 0)
-        counters.drafts += int(np.count_nonzero(result.verified))
-        counters.draft_tokens += int(result.verified.sum())
-        counters.accepted_tokens += int((result.count[drafted] - 1).sum())
-    bound = rows.computed[:high].copy()
+        counters, drafted = state.counters, result.verified > 0
+        counters.drafts += count_set(drafted)
+        counters.draft_tokens += int(total(result.verified))
+        drafted &= decoding
+        right = count if all_set(drafted) else count[drafted]
+        counters.accepted_tokens += int(total(right)) - len(right)
+    if len(result.predicted):
+        _count_predictions(state, result, at, decoding)
+    bound = rows.computed[:high].copy() if state.flights else rows.computed[:high]
     for later in state.flights:
         part = min(high, len(later.mask))
         bound[:part] += later.mask[:part] * (later.width + 1)
-    np.minimum(bound, rows.max_len[:high] - 1, out=bound)
-    np.copyto(rows.scheduled[:high], bound, where=flight.mask)
+    np.minimum(bound, rows.max_len[:high] - 1, out=rows.scheduled[:high], where=flight.mask)
+
+
+def _count_predictions(
+    state: SchedulerState, result: StepResult, at: Index, decoding: NDArray[np.bool_]
+) -> None:
+    """Requests that came with a prediction learn what became of it; a row's drafts are all of one source."""
+    for index in np.flatnonzero(decoding & (result.predicted > 0)).tolist():
+        request, verified = _owner(state, at.item(index)), result.predicted.item(index)
+        right = min(result.count.item(index) - 1, verified)
+        cost = request.cost
+        request.cost = cost._replace(
+            accepted_predictions=cost.accepted_predictions + right,
+            rejected_predictions=cost.rejected_predictions + verified - right,
+        )
 
 
 def _deliver(
@@ -89,11 +108,15 @@ def _deliver(
     place = before - rows.num_known[at]
     index = before - rows.num_prompt[at]
     if flight.width:  # a row gets one token, and those of its drafts that were right
-        each = np.repeat(np.arange(len(at)), count)
-        further = np.arange(len(each)) - (np.cumsum(count) - count)[each]
-        owner, flat, after = at[each], tokens[each, further], before + count
-        rows.outputs[owner, place[each] + further] = flat
-        index = index[each] + further
+        after = before + count
+        first = after - before  # where the tokens of each row begin, if all stand one behind the other
+        each = np.arange(len(at)).repeat(first)
+        first = np.cumsum(first) - first
+        number = np.arange(len(each))
+        # One index instead of two: that takes half the time.
+        flat = tokens.reshape(-1)[(np.arange(0, tokens.size, tokens.shape[1]) - first)[each] + number]
+        rows.outputs.reshape(-1)[(at * rows.outputs.shape[1] + (place - first))[each] + number] = flat
+        owner, index = at[each], (index - first)[each] + number
     else:
         owner, flat, after = at, tokens[:, 0], before + 1
         rows.outputs[at, place] = flat
@@ -117,7 +140,8 @@ def _deliver(
         stopped = finished == STOPPED
         ended = after >= rows.max_len[at]
         ended |= stopped
-        _end_rows(state, at[ended], stopped[ended])
+        if any_set(ended):
+            _end_rows(state, at[ended], stopped[ended])
 
 
 def _deliver_logprobs(state: SchedulerState, result: StepResult, current: set[int]) -> None:

@@ -75,13 +75,18 @@ class Tokenizer:
     # -- text to ids ---------------------------------------------------------------------------------------
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, max_chars: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        max_chars: int | None = None,
+        param: str = "prompt",
     ) -> list[int]:
         """The ids of a text from outside. It is refused before any work when longer than `max_chars`."""
         if max_chars is not None and len(text) > max_chars:
-            message = f"the prompt has {len(text)} characters; at most {max_chars} are accepted here"
-            raise InvalidRequest(message, param="prompt")
-        ids = self._encode(text, "prompt")
+            message = f"the {param} has {len(text)} characters; at most {max_chars} are accepted here"
+            raise InvalidRequest(message, param=param)
+        ids = self._encode(text, param)
         if add_special_tokens:
             return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids]
         return ids

@@ -69,6 +69,8 @@ class Snapshot:
     cached_tokens: int
     computed_tokens: int  # in all steps so far, padding included
     padding_tokens: int  # of these
+    draft_tokens: int  # guessed tokens verified
+    accepted_tokens: int  # of these, right
 
 
 def snapshot_of(state: SchedulerState) -> Snapshot:
@@ -110,6 +112,8 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         cached_tokens=counters.cached_tokens,
         computed_tokens=counters.computed_tokens,
         padding_tokens=counters.padding_tokens,
+        draft_tokens=counters.draft_tokens,
+        accepted_tokens=counters.accepted_tokens,
     )
 
 

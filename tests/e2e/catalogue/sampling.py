@@ -211,6 +211,42 @@ def together() -> list[Entry]:
     ]
 
 
+def predictions() -> list[Entry]:
+    """What an answer is expected to say."""
+    no_texts: list[Any] = [5, None, {}, ["x"], [{}], [5]]
+    return [
+        *asking_each(
+            98,
+            CHAT,
+            "prediction",
+            [
+                *("x", [], {}, {"type": "content"}, {"content": "x"}, {"type": "text", "content": "x"}),
+                *({"type": "content", "content": content} for content in no_texts),
+                {"type": "content", "content": [{"type": "image", "text": "x"}]},
+                {"type": "content", "content": [{"type": "text", "text": 5}]},
+                {"type": "content", "content": "x" * 100_000},
+                {"type": "content", "content": "\ud800"},
+            ],
+            VALUE,
+        ),
+        *asking_each(
+            98,
+            CHAT,
+            "prediction",
+            [
+                {"type": "content", "content": "hello there"},
+                {"type": "content", "content": ""},
+                {
+                    "type": "content",
+                    "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": ""}],
+                },
+            ],
+            OK,
+        ),
+        asking(98, COMPLETIONS, {"prediction": {"type": "content", "content": "x"}}, UNSUPPORTED),
+    ]
+
+
 def outputs() -> list[Entry]:
     """Log probabilities, streams and whatever else changes what is shown."""
     nan = b'{"model":"tiny","prompt":"hi","logit_bias":{"5":NaN}}'
@@ -285,4 +321,4 @@ def formats() -> list[Entry]:
     ]
 
 
-ENTRIES = [*ranges(), *together(), *outputs(), *formats()]
+ENTRIES = [*ranges(), *together(), *predictions(), *outputs(), *formats()]

@@ -239,7 +239,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "logprobs",
             "times",
         ),
-        *("verified", "drafts"),
+        *("verified", "predicted", "drafts"),
     }
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.config.engine import GroupSpec
+from paceline.config.engine import DraftConfig, GroupSpec
+from paceline.core.plan import EMPTY, StepResult
 from paceline.core.request import FinishReason
+from paceline.scheduler.rows import Rows
+from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 UNCACHED = {"enable_prefix_caching": False}
@@ -121,3 +124,60 @@ def test_a_request_that_fails_or_leaves_has_a_cost_too() -> None:
     bench.run()
     assert bench.finished[gone].cost.block_us == bench.block_us[gone] > 0
     assert bench.finished[waiting].cost.block_us == 0
+
+
+class Told(FakeRunner):
+    """Adds up what results say of predictions, by the seed of the row, where they are not too late."""
+
+    rows: Rows
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.found: dict[int, list[int]] = {}
+
+    def finish_until(self, seq: int) -> StepResult:
+        result = super().finish_until(seq)
+        late = self.rows.generation[result.rows] != result.generation
+        columns = (result.rows, result.predicted * ~late if len(result.predicted) else EMPTY, result.count)
+        for row, predicted, count in zip(*(column.tolist() for column in columns), strict=False):
+            if predicted:
+                found = self.found.setdefault(self._rows[row].seed, [0, 0])
+                found[0] += count - 1
+                found[1] += predicted - count + 1
+        return result
+
+
+@pytest.mark.parametrize("kind", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_request_knows_what_became_of_its_prediction(kind: str, depth: int) -> None:
+    config = engine_config(
+        depth=depth,
+        num_blocks=40,
+        num_host_blocks=40,
+        preemption=kind,
+        max_model_len=80,
+        drafts=DraftConfig(width=3),
+    )
+    runner = Told(config, Faults(random.Random(3)))
+    bench = Bench(config, runner=runner, overlapped=depth > 0)
+    runner.rows = bench.state.rows
+    drafts = bench.state.drafts
+    assert drafts is not None
+    drafts.learn = lambda work, result: None  # type: ignore[method-assign]
+    for number in range(12):
+        told = (1, 2, 3) if number % 2 else ()
+        bench.add(prompt(5, number), 30, seed=number, prediction=told)
+    for _ in range(6):
+        bench.step(4)
+        running = [request for request in bench.state.requests.values() if request.row >= 0]
+        bench.scheduler.preempt(running[0].id, swap=kind == "swap")
+    bench.run(4000)
+    preempted = 0
+    for request, ending in bench.finished.items():
+        cost = ending.cost
+        seed = bench.asked[request][1].seed
+        assert seed is not None
+        assert [cost.accepted_predictions, cost.rejected_predictions] == runner.found.get(seed, [0, 0])
+        assert bool(cost.accepted_predictions + cost.rejected_predictions) == bool(seed % 2)
+        preempted += ending.preemptions
+    assert preempted and all(map(sum, zip(*runner.found.values(), strict=True)))

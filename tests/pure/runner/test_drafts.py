@@ -9,8 +9,8 @@ from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, Schedule
 from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
-from paceline.runner.device_rows import DeviceRows
-from paceline.runner.drafts import OF_HISTORY, History, NgramDrafter
+from paceline.runner.device_rows import DeviceRows, Drafts
+from paceline.runner.drafts import FOLLOWED, FOUND, OF_HISTORY, History, NgramDrafter
 from paceline.scheduler.draft_budget import DraftBudget, StepSeconds
 
 CONFIG = EngineConfig(
@@ -28,11 +28,20 @@ class Texts:
         for row, text in enumerate(texts):
             self.join(row, text)
 
-    def join(self, row: int, text: list[int], limit: int = 200, tenant: int = 1) -> None:
+    def join(
+        self,
+        row: int,
+        text: list[int],
+        limit: int = 200,
+        tenant: int = 1,
+        *,
+        num_prompt: int | None = None,
+        prediction: tuple[int, ...] = (),
+    ) -> None:
         joins = RowJoins(
             row=i32([row]),
             generation=i32([1]),
-            num_prompt=i32([len(text)]),
+            num_prompt=i32([len(text) if num_prompt is None else num_prompt]),
             num_tokens=i32([len(text)]),
             num_computed=i32([0]),
             limit=i32([limit]),
@@ -44,7 +53,7 @@ class Texts:
             tokens=(np.array(text, np.int32),),
         )
         self.rows.apply(StepPlan(seq=1, joins=joins))
-        self.drafter.join(self.rows, row)
+        self.drafter.join(self.rows, row, prediction)
 
     def say(self, row: int, *tokens: int, verified: int = 0) -> None:
         """A row gets tokens in one step."""
@@ -61,6 +70,14 @@ class Texts:
         floor: float = 0.1,
         trust: np.ndarray | None = None,
     ) -> list[list[int]]:
+        made = self.propose(*rows, width=width, tokens=tokens, floor=floor, trust=trust)
+        if made is None:
+            return [[] for _ in rows]
+        return [row[:count].tolist() for row, count in zip(made.tokens, made.number.tolist(), strict=True)]
+
+    def propose(
+        self, *rows: int, width: int, tokens: int, floor: float, trust: np.ndarray | None
+    ) -> Drafts | None:
         plan = StepPlan(
             seq=2,
             draft_width=width,
@@ -68,10 +85,7 @@ class Texts:
             draft_floor=floor,
             trust=SURE if trust is None else trust,
         )
-        made = self.drafter.propose(self.rows, plan, np.array(rows))
-        if made is None:
-            return [[] for _ in rows]
-        return [row[:count].tolist() for row, count in zip(made[0], made[1].tolist(), strict=True)]
+        return self.drafter.propose(self.rows, plan, np.array(rows))
 
 
 def test_a_text_goes_on_as_it_did_before() -> None:
@@ -151,6 +165,84 @@ def test_drafts_are_compared_whether_they_are_verified_or_not() -> None:
 def ended(texts: Texts, row: int) -> None:
     texts.rows.ended[row] = True
     texts.drafter.leave(texts.rows, row)
+
+
+EXPECTED = (40, 41, 42, 43, 44, 45, 46, 47)
+
+
+def test_a_prediction_is_drafted_from_its_first_token_on() -> None:
+    texts = Texts()
+    texts.join(0, [1, 2, 3], prediction=EXPECTED)
+    texts.say(0, 40)  # of the prompt's last step: nothing is drafted for it
+    assert texts.drafts(0) == [[41, 42, 43, 44]]
+    texts.say(0, 41, 42, 43, 44, 45, verified=4)
+    assert texts.drafts(0) == [[46, 47]]  # as far as it goes
+    texts.say(0, 46, 47, 9, verified=2)
+    assert texts.drafts(0) == [[]]
+    tally = texts.drafter.take_tally()
+    assert tally is not None and tally.compared[FOUND] == tally.equal[FOUND] == 1
+    assert tally.compared[FOLLOWED] == tally.equal[FOLLOWED] == 6
+
+
+def test_a_prediction_is_found_again_behind_an_edit() -> None:
+    texts = Texts()
+    texts.join(0, [1, 2, 3], prediction=(50, 51, *EXPECTED, 50, 51, 60, 61))
+    texts.say(0, 70)
+    assert texts.drafts(0) == [[]]
+    texts.say(0, 41)
+    texts.say(0, 42)
+    assert texts.drafts(0) == [[43, 44, 45, 46]]
+    texts.say(0, 43)
+    texts.say(0, 71)
+    assert texts.drafts(0) == [[]]
+    texts.say(0, 50)
+    texts.say(0, 51)
+    assert texts.drafts(0) == [[60, 61]]  # behind what it has said, not before
+    texts.say(0, 42)
+    texts.say(0, 43)
+    assert texts.drafts(0) == [[44, 45, 46, 47]]  # it may go back all the same
+
+
+def test_a_prediction_is_of_its_row_alone_and_goes_on_after_a_preemption() -> None:
+    texts = Texts([1, 2, 3], history=History(64))
+    texts.join(1, [1, 2, 3], prediction=EXPECTED)
+    for row in (0, 1):
+        texts.say(row, 40)
+    texts.say(0, 41)
+    assert texts.drafts(0, 1) == [[], [41, 42, 43, 44]]
+    ended(texts, 1)
+    texts.join(2, [1, 2, 3, 40, 41, 42], num_prompt=3, prediction=EXPECTED)
+    assert texts.drafts(2) == [[43, 44, 45, 46]]
+    texts.join(2, [41, 42, 43])
+    texts.say(2, 44)
+    assert texts.drafts(2) == [[]]  # it is not kept for others, nor for the row's next owner
+
+
+def test_what_is_drafted_from_a_prediction_is_told_by_row() -> None:
+    texts = Texts([1, 2, 3, 1])
+    texts.join(1, [1, 2, 3, 1], prediction=EXPECTED)
+    texts.say(0, 2)
+    assert texts.propose(0, width=3, tokens=9, floor=0.1, trust=SURE).predicted is None  # type: ignore[union-attr]
+    texts.say(1, 2)
+    texts.say(1, 40)
+    texts.say(1, 41)
+    made = texts.propose(0, 1, width=3, tokens=9, floor=0.1, trust=SURE)
+    assert made is not None and made.predicted is not None
+    assert (made.number.tolist(), made.predicted.tolist()) == ([3, 3], [0, 3])
+
+
+def test_a_prediction_that_is_followed_comes_first_and_one_that_was_found_by_trust() -> None:
+    for found, expected in ((0.1, 50), (0.9, 43)):
+        texts = Texts()
+        texts.join(0, [41, 42, 50, 51, 52, 53], prediction=EXPECTED)
+        trust = np.full(32, 0.5, np.float32)
+        trust[FOUND] = found
+        texts.drafts(0, trust=trust)
+        texts.say(0, 41)
+        texts.say(0, 42)
+        assert texts.drafts(0, width=1, trust=trust) == [[expected]]
+        texts.say(0, 43)
+        assert texts.drafts(0, width=1, trust=trust) == [[44]]
 
 
 STORY = [31, 32, 33, 34, 35, 36, 37, 38, 39]
@@ -242,6 +334,45 @@ def test_the_floor_is_what_a_token_more_costs_at_the_present_rate() -> None:
     assert budget.choose(1000, 5000) == (0, 0)  # a token more costs as much as one of those
 
 
+def test_beside_prompts_a_draft_costs_what_a_token_of_theirs_does() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=1e-6), 7)
+    for number in range(200):
+        work = StepWork(decode_rows=1, prefill_tokens=100) if number % 2 else StepWork(decode_rows=1)
+        seconds = 6e-3 + (20e-3 if number % 2 else 0.0)
+        budget.learn(work, result(1, 0, 1, seconds))
+    budget.choose(1, 100)
+    assert budget.floor < 0.01
+    budget.choose(1, 100, prompt_tokens=50)
+    assert budget.floor == pytest.approx(1.05 * 0.2 / 6, rel=0.05)
+
+
+def test_what_drafts_bring_is_told() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=9e-3, token_s=1e-3), 3)
+    assert budget.gains(1, 0) == (1.0, 1.0)
+    tally = DraftTally(i32([100] + [0] * 31), i32([90] + [0] * 31))
+    for _ in range(100):  # three drafts in each step, of which two are right
+        budget.learn(StepWork(decode_rows=1), result(1, 3, 3, 13e-3, tally))
+        budget.learn_drafts(tally)
+    predicted, seen = budget.gains(1, 3)
+    assert predicted == pytest.approx((1 + 0.9 + 0.81 + 0.73) * 10 / 13, rel=0.02)
+    assert seen == pytest.approx(3 * 10 / 13, rel=0.02)
+    assert budget.is_news(3, 5.0)
+    assert not budget.is_news(2, 5.5)  # too soon
+    assert budget.is_news(2, 6.0)
+
+
+def test_room_is_made_for_as_many_as_the_best_kind_may_have() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    tally = DraftTally(i32([100] * 2 + [0] * 30), i32([50, 10] + [0] * 30))
+    for _ in range(20):
+        budget.learn_drafts(tally)
+    assert budget.choose(1, 100) == (1, 1)  # 0.26 is above a half of a half
+    tally = DraftTally(i32([100] * 2 + [0] * 30), i32([10, 10] + [0] * 30))
+    for _ in range(20):
+        budget.learn_drafts(tally)
+    assert budget.choose(1, 100) == (0, 0)
+
+
 def test_where_drafts_are_right_others_are_less_worth() -> None:
     budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
     for _ in range(100):
@@ -252,18 +383,17 @@ def test_where_drafts_are_right_others_are_less_worth() -> None:
 
 def test_trust_follows_what_is_seen_and_is_told_when_it_has_moved() -> None:
     budget = DraftBudget(DraftConfig(), 7)
-    plan = StepPlan(seq=1)
-    assert (budget.stamp(plan, 7, 7).trust == 0.5).all()
-    assert not len(budget.stamp(plan, 7, 7).trust)
+    assert (budget.tell_trust() == 0.5).all()
+    assert not len(budget.tell_trust())
     tally = DraftTally(i32([10] + [0] * 31), i32([9] + [0] * 31))
     for _ in range(20):
         budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
-    told = budget.stamp(plan, 7, 7).trust
+    told = budget.tell_trust()
     assert told[0] == pytest.approx(0.9, abs=0.03) and (told[1:] == 0.5).all()
     tally = DraftTally(i32([10] + [0] * 31), i32([0] * 32))
     for _ in range(200):
         budget.learn(StepWork(decode_rows=1), result(1, 0, 1, 0.0, tally))
-    assert budget.stamp(plan, 7, 7).trust[0] < 0.05
+    assert budget.tell_trust()[0] < 0.05
 
 
 def test_what_steps_take_is_learnt_by_their_size() -> None:

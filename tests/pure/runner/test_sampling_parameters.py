@@ -16,8 +16,8 @@ SAMPLERS = {
     "cpu": ("sampling/sampler.py", "sampling/processors.py", "device_rows.py"),
     "gpu": ("gpu/token_sampling.py",),
 }
-# Parameters that the scheduler applies: how long a request is, its branches and its times.
-SCHEDULED = {"max_tokens", "n", "deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible"}
+# Parameters that decide no draw: how long a request is, its branches and its times, and what it is drafted from.
+SCHEDULED = {"max_tokens", "n", "deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible", "prediction"}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from paceline.core.request import Cost
+from paceline.core.sampling import SamplingParams
 from paceline.models.files.sampling_defaults import GenerationDefaults
-from tests.pure.server_api.api_helpers import Api, chunks, ids, says, tokenizer
+from paceline.process.client import BranchUpdate
+from tests.pure.server_api.api_helpers import Api, chunks, ending, ids, says, tokenizer
 
 # The client libraries check the answers, and take seconds to import.
 pytestmark = pytest.mark.slow
@@ -55,6 +60,29 @@ def test_a_chat() -> None:
     (record,) = api.listener.records
     assert (record.num_output, record.finish_reason, record.num_cached) == (4, "stop", 16)
     assert record.queue_s == 0.25 and api.listener.num_tokens == 4
+
+
+def predicted(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
+    """Two branches of an answer, each with drafts from its prediction."""
+    cost = Cost(accepted_predictions=5, rejected_predictions=2)
+    end = ending("length", 1)._replace(cost=cost)
+    return [[BranchUpdate(branch=branch, tokens=ids("a"), ending=end) for branch in range(sampling.n)]]
+
+
+def test_a_prediction_and_what_became_of_it() -> None:
+    text = {"type": "content", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}
+    asked = {"messages": TURNS, "prediction": text, "n": 2}
+    api = Api(predicted)
+    found = api.ask(CHAT, asked)
+    details = {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 4}
+    assert found["usage"]["completion_tokens"] == 2  # of the wrong ones none is counted
+    assert found["usage"]["completion_tokens_details"] == details
+    assert api.client.submitted[0]["sampling"].prediction == tuple(ids("abc"))
+    openai_types().chat.ChatCompletion.model_validate(found, strict=True)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    frames = api.stream(CHAT, {**asked, **options}).decode()
+    assert f'"completion_tokens_details":{json.dumps(details, separators=(",", ":"))}' in frames
+    assert "completion_tokens_details" not in Api(predicted).ask(CHAT, {"messages": TURNS})["usage"]
 
 
 def test_completions_of_several_prompts_with_several_branches() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.top.picture import unpack_steps
+from paceline.config.engine import DraftConfig
 from paceline.core.events import DecisionKind
 from paceline.process.live_view import delta_values
 from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
@@ -223,3 +224,12 @@ def test_deltas_of_a_long_run_come_less_and_less_often() -> None:
     sizes = [len(delta.steps) for delta in deltas]
     assert sum(sizes) == world.engine.num_submitted
     assert sizes[0] == 1 and max(sizes) > 1
+
+
+def test_drafts_are_told() -> None:
+    bench = Bench(engine_config(drafts=DraftConfig(width=3)))
+    bench.add(prompt(4), 40)
+    bench.run()
+    found = snapshot_of(bench.state)
+    assert found.draft_tokens > found.accepted_tokens > 0
+    assert found.draft_tokens == bench.state.counters.draft_tokens

@@ -1,4 +1,4 @@
-"""`paceline bench serve | sweep | compare | throughput | latency | structured` on the command line.
+"""`paceline bench serve | sweep | compare | throughput | latency | structured | drafts` on the command line.
 
 What they do is in separate files, imported when one of them runs.
 """
@@ -13,6 +13,7 @@ from paceline.cli.command import Command, CommandGroup
 from paceline.lab.bench.bench_options import (
     SWEEP_SECONDS,
     CompareOptions,
+    DraftsOptions,
     LatencyOptions,
     LoadRunOptions,
     MoreBounds,
@@ -51,6 +52,18 @@ Measure answers by a JSON schema against free text of the same length, in turns.
 
 Every answer is as long in both. Tokens per step is what a row gets in a step: tokens that the schema leaves no choice
 about come several at once. With --shape the words are made up, and answers end where they are cut off.
+"""
+
+DRAFTS_HELP = """
+Measure what drafts bring: the same answers without and with them.
+
+  paceline bench drafts --data question.jsonl --clients 1,4,8,16
+  paceline bench drafts --data question.jsonl --speculative-config ngram --json out.json
+  paceline bench drafts --script log.tar.gz
+
+Both engines run in one process, in turns, and make the same tokens. A ratio above 1 means that drafts are faster.
+--script counts the tokens a step would give if every draft were verified, for texts that were recorded; no model
+computes.
 """
 
 SERVE_HELP = """
@@ -146,6 +159,13 @@ BENCH = CommandGroup(
                 run=_later("run", "structured"),
                 takes=(StructuredOptions, *ENGINE_PANELS),
                 defaults={**ENGINE_DEFAULTS, "temperature": "0", "max_num_seqs": "--clients"},
+            ),
+            Command(
+                name="drafts",
+                help=DRAFTS_HELP,
+                run=_later("drafts", "drafts"),
+                takes=(DraftsOptions, "Model", "KV cache"),
+                defaults={"speculative_config": "auto"},
             ),
         )
     },

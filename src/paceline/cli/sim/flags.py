@@ -157,6 +157,18 @@ class SimOptions(CheckedOptions):
         panel="Calibration",
         metavar="LOG|JSON",
     )
+    speculative_config: str = option(
+        "off",
+        "speculative decoding: off, auto, or a JSON object with num_speculative_tokens",
+        panel="Deployment",
+        metavar="METHOD|JSON",
+    )
+    acceptance: str = option(
+        "0.7",
+        "chance of a draft to be right: a number, beta:A,B over requests, or the run log of a run with drafts",
+        panel="Deployment",
+        metavar="CHANCE|beta:A,B|LOG",
+    )
     replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True, panel="Deployment")
     router: str = option(
         "least-loaded",

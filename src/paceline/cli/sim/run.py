@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags import split_list
 from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
+from paceline.config.engine import DraftConfig
 from paceline.core.recorder import StepRecorder
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
+from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.cost_files import load_cost_model
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
@@ -67,6 +69,8 @@ class Load:
 def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     """Every run of the command line, checked as far as it can be without running."""
     machine = machine_of(options.model, options.device, options.cost_model)
+    drafts = DraftConfig.read(options.speculative_config)
+    acceptance = None if drafts is None else Acceptance.read(options.acceptance)
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)
     modes = split_list(options.modes, "--mode")
@@ -78,7 +82,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
             label = rate_label(mode, load.rate) if several or not load.requested else mode
             config = SimConfig(
                 machine=machine,
-                engine=engine_config(machine, load.workload, {**engine, "mode": mode}),
+                engine=engine_config(machine, load.workload, {**engine, "mode": mode}, drafts),
                 num_replicas=options.replicas,
                 router=options.router,
                 **host_costs(machine.cost, options.host_step_s),
@@ -89,6 +93,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 on_infeasible=options.on_infeasible,
                 forecasts=options.forecasts,
                 faults=faults,
+                acceptance=acceptance,
                 seed=options.seed,
                 check=options.check,
             )

@@ -124,6 +124,56 @@ class LatencyOptions(BenchOptions):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftsOptions(CheckedOptions):
+    """What `paceline bench drafts` takes beside the engine's options."""
+
+    data: str | None = option(
+        None,
+        "questions: a JSON object a line with category and turns, as Spec-Bench has them",
+        basic=True,
+        panel="Workload",
+        metavar="FILE",
+    )
+    script: str | None = option(
+        None,
+        "log of requests: a JSON object a line with timestamp, input and output; a file, a folder or a tar archive",
+        basic=True,
+        panel="Workload",
+        metavar="FILE",
+    )
+    clients: str = option(
+        "1,4,8,16",
+        "requests at a time, separated by commas",
+        basic=True,
+        panel="Workload",
+        metavar="N[,N...]",
+    )
+    categories: str = option(
+        "",
+        "categories of questions, separated by commas",
+        panel="Workload",
+        metavar="NAME[,NAME...]",
+        default_text="all",
+    )
+    questions: int = option(
+        4, "questions of each category, at least one for each client", low=1, panel="Workload"
+    )
+    tokens: int = option(128, "most tokens of an answer", low=1, panel="Workload")
+    temperature: float = option(
+        0.0, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, panel="Workload"
+    )
+    rounds: int = option(5, "pairs of runs, of which the median counts", low=1, panel="Workload")
+    requests: int = option(134, "requests of --script, the first in time", low=1, panel="Workload")
+    json: str | None = option(
+        None,
+        "write all figures, machine, versions and commit to this file",
+        basic=True,
+        panel="Results",
+        metavar="FILE",
+    )
+
+
 # What `paceline bench serve`, `sweep` and `compare` take, declared once.
 
 

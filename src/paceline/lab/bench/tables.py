@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.lab.bench.drafts import DraftsResult, ScriptResult
 from paceline.lab.bench.latency import LatencyResult
 from paceline.lab.bench.recheck import Recheck
 from paceline.lab.bench.structured import StructuredResult
@@ -134,6 +135,34 @@ def throughput_json(result: ThroughputResult) -> dict[str, Any]:
     return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
 
 
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+_DRAFTS: tuple[_Column, ...] = (
+    ("clients", _number("clients", _count)),
+    ("off tok/s", _number("plain_tokens_per_s")),
+    ("on tok/s", _number("drafted_tokens_per_s")),
+    ("ratio", _number("ratio", lambda value: f"{value:.3f}")),
+    ("tokens per step", _number("tokens_per_step")),
+    ("verified per token", _number("verified_per_token")),
+    ("right", _number("right", _share)),
+)
+_SCRIPT: tuple[_Column, ...] = (
+    ("requests", _number("num_requests", _count)),
+    ("tokens per step", _number("tokens_per_step")),
+    ("verified per token", _number("verified_per_token")),
+)
+
+
+def drafts_table(results: Sequence[DraftsResult]) -> Grid:
+    return _grid(results, _DRAFTS, first="category")
+
+
+def script_table(results: Sequence[ScriptResult]) -> Grid:
+    return _grid(results, _SCRIPT, first="method")
+
+
 def latency_json(result: LatencyResult) -> dict[str, Any]:
     return rounded(asdict(result))
 
@@ -176,6 +205,6 @@ def _round(value: Any) -> Any:
     return value
 
 
-def _grid(results: Sequence[Any], columns: Sequence[_Column]) -> Grid:
-    rows = [(result.workload, *(cell(result) for _, cell in columns)) for result in results]
-    return Grid(headings=("workload", *(heading for heading, _ in columns)), rows=rows)
+def _grid(results: Sequence[Any], columns: Sequence[_Column], first: str = "workload") -> Grid:
+    rows = [(getattr(result, first), *(cell(result) for _, cell in columns)) for result in results]
+    return Grid(headings=(first, *(heading for heading, _ in columns)), rows=rows)

@@ -85,6 +85,8 @@ class Replica:
             block_bytes=config.block_bytes,
             host_step_s=config.host_step_s,
             stretch=lambda reads_prompts: varied.stretch(reads_prompts) * faults.stretch(),
+            acceptance=config.acceptance,
+            seed=config.seed,
         )
         self.engine = build_engine(
             config.engine,

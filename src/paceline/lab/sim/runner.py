@@ -2,25 +2,47 @@
 
 Owns the device's timeline: a step starts when the host has planned it and the device is free, and ends when
 the cost model says. Knows of each row only how many known tokens it has still to compute and how many tokens
-it may still get. Tokens are all zero, since they are never read. It decides nothing.
+it may still get. Tokens are all zero, since they are never read; which drafts are right is drawn. It decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.engine import MOST_DRAFTS
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
-from paceline.core.plan import AT_LENGTH, EMPTY, RUNNING_ON, StepPlan, StepResult, StepTimes, StepWork
+from paceline.core.plan import (
+    AT_LENGTH,
+    DRAFT_KINDS,
+    EMPTY,
+    RUNNING_ON,
+    DraftTally,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    StepWork,
+    draft_depth,
+)
 from paceline.costs.model import CostModel, StepShape
+from paceline.lab.sim.acceptance import Acceptance
 
 I32 = NDArray[np.int32]
 Scalar = TypeVar("Scalar", bound=np.generic)
+Column = NDArray[np.int64]
 Observer = Callable[[StepPlan, float, float], None]  # a plan, and when its step starts and ends
+
+
+class _Drafted(NamedTuple):
+    """Drafts of the decoding rows in one step."""
+
+    verified: Column
+    right: Column
+    tally: DraftTally | None
 
 
 class TimedRunner:
@@ -29,6 +51,7 @@ class TimedRunner:
     host_step_s: what planning a step costs the host; hidden behind the device when steps overlap.
     block_bytes: KV bytes of one block, which is what a swapped block moves over the host link.
     stretch: the factor by which a step that reads prompts, or one that does not, takes longer than it should.
+    acceptance: which drafts are right; None: there are none.
     """
 
     def __init__(
@@ -40,6 +63,8 @@ class TimedRunner:
         block_bytes: int = 0,
         host_step_s: float = 0.0,
         stretch: Callable[[bool], float] = lambda reads_prompts: 1.0,
+        acceptance: Acceptance | None = None,
+        seed: int = 0,
     ) -> None:
         self.observe: Observer = lambda plan, start_s, end_s: None  # called with every plan that is submitted
         self.num_submitted = 0
@@ -49,6 +74,8 @@ class TimedRunner:
         self._block_bytes = block_bytes
         self._host_step_s = host_step_s
         self._stretch = stretch
+        self._acceptance, self._seed = acceptance, seed
+        self._trust = [0.0] * DRAFT_KINDS
         self._free_s = 0.0  # when the device has done everything it was given
         self._next_seq = 1
         self._decoding = np.zeros(num_rows, np.bool_)
@@ -62,7 +89,7 @@ class TimedRunner:
         self._unsettled = 0  # tokens each of them got since their columns were settled
         self._first_end = 0  # tokens until the first of them has its last one
         # Columns that never change are cut from these; a result is read, never written.
-        self._tokens: I32 = _frozen(np.zeros((num_rows, 1), np.int32))
+        self._tokens: I32 = _frozen(np.zeros((num_rows, MOST_DRAFTS + 1), np.int32))
         self._ones: I32 = _frozen(np.ones(num_rows, np.int32))
         self._on: NDArray[np.uint8] = _frozen(np.full(num_rows, RUNNING_ON, np.uint8))
         self._finite = _frozen(np.ones(num_rows, np.bool_))
@@ -81,11 +108,13 @@ class TimedRunner:
         self.num_submitted += 1
         self._clock.advance(self._host_step_s)
         self._take_over(plan)
+        drafted = None if self._acceptance is None else self._draft(plan, self._acceptance)
         start_s = max(self._clock.now(), self._free_s)
-        seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes))
+        num_drafts = 0 if drafted is None else int(drafted.verified.sum())
+        seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes, num_drafts))
         end_s = self._free_s = start_s + seconds * self._stretch(plan.work.prefill_tokens > 0)
         self.observe(plan, start_s, end_s)
-        return _Pending(self, self._compute(plan, StepTimes(start_s=start_s, end_s=end_s)))
+        return _Pending(self, self._compute(plan, StepTimes(start_s=start_s, end_s=end_s), drafted))
 
     def complete(self, result: StepResult) -> StepResult:
         """The host waits: time passes until the step has ended."""
@@ -116,16 +145,52 @@ class TimedRunner:
         self._remaining[self._decode_rows] -= self._unsettled
         self._unsettled = 0
 
-    def _compute(self, plan: StepPlan, times: StepTimes) -> StepResult:
-        """One token for every decoding row and for every span that ends what its row knows."""
+    def _draft(self, plan: StepPlan, acceptance: Acceptance) -> _Drafted | None:
+        """As many drafts as a drafter would make, which of them are right, and what that tells of their kinds."""
+        if len(plan.trust):
+            self._trust = plan.trust.tolist()
+        rows = self._decode_rows
+        if not len(rows):
+            return None
+        self._settle()
+        owner = rows.astype(np.int64) << 32 | self._decode_generation
+        remaining = self._remaining[rows].astype(np.int64)
+        kind = acceptance.kinds(self._seed, owner, remaining)
+        most = acceptance.right(self._seed, owner, remaining, kind)
+        depths = [draft_depth(trust, plan.draft_floor, plan.draft_width) for trust in self._trust]
+        depth = np.array([*depths, 0])  # the last is of rows without drafts
+        number = np.minimum(depth[kind], np.maximum(remaining - 1, 0))
+        if number.sum() > plan.draft_tokens:
+            number = _likeliest(np.array(self._trust)[kind], number, plan.draft_tokens)
+        right = np.minimum(most, number)
+        # Of drafts that are not verified, the first is compared with the token that comes.
+        compared = np.where(number > 0, np.minimum(right + 1, number), 1) * ((kind >= 0) & (remaining > 0))
+        equal = np.where(number > 0, right, np.minimum(most, 1)) * (compared > 0)
+        sums = [
+            np.bincount(kind + 1, weights=each, minlength=DRAFT_KINDS + 1)[1:].astype(np.int32)
+            for each in (compared, equal)
+        ]
+        return _Drafted(number, right, DraftTally(*sums) if compared.any() else None)
+
+    def _decoded(self, drafted: _Drafted | None) -> tuple[I32, NDArray[np.uint8]]:
+        """How many tokens the decoding rows get, and how they end."""
+        rows = self._decode_rows
+        if drafted is not None:
+            had = self._remaining[rows]
+            count = np.where(had > 0, np.minimum(1 + drafted.right, had), 0).astype(np.int32)
+            self._remaining[rows] = had - np.maximum(count, 1)
+            return count, _at_length(had - count == 0)
         self._unsettled += 1
+        if self._unsettled < self._first_end or not len(rows):
+            return self._ones[: len(rows)], self._on[: len(rows)]
+        # A row of a padded batch goes on past its last token; it is masked and gives no more.
+        remaining = self._remaining[rows] - self._unsettled
+        return (remaining >= 0).astype(np.int32), _at_length(remaining == 0)
+
+    def _compute(self, plan: StepPlan, times: StepTimes, drafted: _Drafted | None) -> StepResult:
+        """One token for every decoding row and for every span that ends what its row knows."""
         rows, generation = self._decode_rows, self._decode_generation
-        count, finished = self._ones[: len(rows)], self._on[: len(rows)]
-        if self._unsettled >= self._first_end:
-            # A row of a padded batch goes on past its last token; it is masked and gives no more.
-            remaining = self._remaining[rows] - self._unsettled
-            count = (remaining >= 0).astype(np.int32)
-            finished = _at_length(remaining == 0)
+        count, finished = self._decoded(drafted)
         spans = plan.spans
         if len(spans.row):
             left = self._uncomputed[spans.row] - spans.num_scheduled
@@ -142,23 +207,26 @@ class TimedRunner:
             seq=plan.seq,
             rows=rows,
             generation=generation,
-            tokens=self._tokens[: len(rows)],
+            tokens=self._tokens[: len(rows), : plan.draft_width + 1],
             count=count,
             finished=finished,
             finite=self._finite[: len(rows)],
             copies_done=_tickets(plan),
             times=times,
+            verified=_by_row(drafted, len(rows)),
+            drafts=None if drafted is None else drafted.tally,
         )
 
 
-def step_shape(work: StepWork, block_bytes: int) -> StepShape:
-    """The work of a plan as a cost model sees it."""
+def step_shape(work: StepWork, block_bytes: int, num_drafts: int = 0) -> StepShape:
+    """The work of a plan as a cost model sees it. A draft passes layers and head as any token does; keys and values are
+    read once for the row."""
     return StepShape(
-        decode_rows=work.decode_rows,
+        decode_rows=work.decode_rows + num_drafts,
         decode_context=work.decode_context,
         prefill_tokens=work.prefill_tokens,
         prefill_context_products=work.prefill_context_products,
-        logit_rows=work.logit_rows,
+        logit_rows=work.logit_rows + num_drafts,
         copy_bytes=work.swap_blocks * block_bytes,
     )
 
@@ -177,6 +245,24 @@ class _Pending:
 
     def wait(self) -> StepResult:
         return self._runner.complete(self._result)
+
+
+def _likeliest(trust: NDArray[np.float64], number: Column, most: int) -> Column:
+    """Of the drafts of rows those that are trusted most; one is never likelier than the one before it."""
+    row = np.repeat(np.arange(len(number)), number)
+    depth = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
+    chosen = np.lexsort((row, -(trust[row] ** (depth + 1))))[:most]
+    kept: Column = np.bincount(row[chosen], minlength=len(number))
+    return kept
+
+
+def _by_row(drafted: _Drafted | None, num_rows: int) -> I32:
+    """Drafts verified, of all rows of a result; the decoding ones come first."""
+    if drafted is None or not drafted.verified.any():
+        return EMPTY
+    verified = np.zeros(num_rows, np.int32)
+    verified[: len(drafted.verified)] = drafted.verified
+    return verified
 
 
 def _at_length(ended: NDArray[np.bool_]) -> NDArray[np.uint8]:

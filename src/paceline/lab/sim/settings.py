@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import from_values, pick
 from paceline.costs.fit import FittedCost, TimeSpread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import SIZES, Roofline, preemption_costs, step_costs
 from paceline.errors import InputError
+from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.faults import FaultSpec
 from paceline.lab.sim.router import ROUTERS
 from paceline.lab.workload.workload import Workload
 
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
+LINE_ROWS = 64  # of the larger of two steps that tell what a token more costs
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 
@@ -73,6 +75,7 @@ class SimConfig:
     on_infeasible: str = "try"  # what becomes of requests whose times cannot be kept: refuse, or try
     forecasts: bool = False  # ask of every request when its first token would come
     faults: FaultSpec = field(default_factory=FaultSpec)
+    acceptance: Acceptance | None = None  # which drafts are right, where the engine makes any
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
 
@@ -110,6 +113,7 @@ class SimConfig:
             **({"spread": _described(self.spread)} if self.spread != TimeSpread() else {}),
             "priorities": self.priorities,
             "faults": asdict(self.faults),
+            **({} if self.acceptance is None else {"acceptance": self.acceptance.text}),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
@@ -137,7 +141,9 @@ def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, A
     return {**known, "host_step_s": fallback_s if host_step_s is None else host_step_s}
 
 
-def engine_config(machine: Machine, workload: Workload, given: Mapping[str, object]) -> EngineConfig:
+def engine_config(
+    machine: Machine, workload: Workload, given: Mapping[str, object], drafts: DraftConfig | None = None
+) -> EngineConfig:
     """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
 
     A cost model that was fitted to a run brings the sizes of its engine along. Beyond that, the KV cache is as large
@@ -175,7 +181,18 @@ def engine_config(machine: Machine, workload: Workload, given: Mapping[str, obje
     rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
     scheduler = replace(scheduler, preemption_costs=costs)
+    if drafts is not None:
+        scheduler = replace(scheduler, drafts=_with_line(drafts, machine.cost))
     return EngineConfig(kv=kv, scheduler=scheduler, **pick(EngineConfig, options))
+
+
+def _with_line(drafts: DraftConfig, cost: CostModel) -> DraftConfig:
+    """With the seconds of small steps as a line over their tokens."""
+    one_s, more_s = (
+        cost.step_seconds(StepShape(decode_rows=rows, logit_rows=rows)) for rows in (1, 1 + LINE_ROWS)
+    )
+    token_s = max(0.0, more_s - one_s) / LINE_ROWS
+    return replace(drafts, fixed_s=one_s - token_s, token_s=token_s)
 
 
 def _pace_sizes(cost: CostModel, budget: int) -> tuple[int, ...]:

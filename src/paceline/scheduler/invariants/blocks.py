@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.config.engine import MOST_STEPS_AHEAD
 from paceline.core.request import RequestState
 from paceline.kv.block_pool import NULL_BLOCK
 from paceline.scheduler.invariants.half_steps import Frames, first_true, in_time
@@ -87,9 +88,6 @@ def no_row_holds_a_block_twice(frames: Frames) -> Findings:
             yield int(frames.step_of[picture]), f"group {group.group.index}: a row holds a block twice"
 
 
-MOST_UNDER_WAY = 9  # steps: one more than are planned ahead at most
-
-
 @sweep("S8", moment=PLANNED)
 def tables_cover_what_is_computed(frames: Frames) -> Findings:
     state, at = frames.state, frames.scheduled
@@ -104,7 +102,7 @@ def tables_cover_what_is_computed(frames: Frames) -> Findings:
         if state.mode.keeps_finished:
             continue
         # A block that was meant for drafts stays for the tokens that come instead.
-        meant = 0 if state.drafts is None else state.drafts.width * MOST_UNDER_WAY
+        meant = 0 if state.drafts is None else state.drafts.width * (MOST_STEPS_AHEAD + 1)
         wrong = first_true(((held - 1) * size > scheduled + meant) & live)
         if wrong is not None:
             yield int(at[wrong // frames.num_rows]), "a row holds blocks beyond what it computes"

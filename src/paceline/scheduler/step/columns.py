@@ -23,7 +23,7 @@ from paceline.core.plan import (
     RowSpans,
     i32,
 )
-from paceline.core.request import NO_ROW
+from paceline.core.request import NO_ROW, SALT
 from paceline.scheduler.state import Join, SchedulerState
 
 
@@ -52,7 +52,7 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         pad=rows.pad[at].astype(np.int32),
         model=np.array([join.request.model for join in joins], np.int32),
         adapter=np.array([join.request.adapter for join in joins], np.int32),
-        texts=NO_TEXTS if state.drafts is None else _texts_of(joins),
+        texts=NO_TEXTS if state.drafts is None else _texts_of(joins, state.cache_resets),
         sampling=tuple([join.request.sampling for join in joins]),
         tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
     )
@@ -66,9 +66,10 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
     return joined, copies
 
 
-def _texts_of(joins: list[Join]) -> NDArray[np.int64]:
-    """A number for each tenant and salt, the same in every process, that no two are likely to share."""
-    names = [join.request.tenant.encode("utf-8", "surrogatepass") for join in joins]
+def _texts_of(joins: list[Join], era: int) -> NDArray[np.int64]:
+    """A number for each tenant and salt, the same in every process, that no two are likely to share, nor one tenant
+    before and after a reset."""
+    names = [f"{join.request.tenant}{SALT}{era}".encode("utf-8", "surrogatepass") for join in joins]
     digests = [hashlib.blake2b(name, digest_size=7).digest() for name in names]
     return np.array([int.from_bytes(digest, "little") for digest in digests], np.int64)
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
-from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
+from paceline.scheduler import steering
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.scheduler.step import shortage
 from paceline.scheduler.step.admission import NO_BUDGET, NO_ROOM_ROWS, Admission, Verdict
@@ -155,13 +156,16 @@ class Composer:
         left = draft.left
         if state.keeps_pace:  # no draft makes a step longer than rows want to wait for their next token
             left = min(left, step_budget(state, self.pace, mask, []) - draft.num_decoding)
-        width, tokens = state.drafts.choose(draft.num_decoding, left)
+        width, tokens = state.drafts.choose(draft.num_decoding, left, sum(draft.spans.values()))
+        if width != state.drafts.recorded:
+            steering.record_drafts(state, draft.num_decoding, width, tokens)
         if not width:
             return
         scheduled = rows.scheduled[:high]
-        further = np.minimum(scheduled + width, rows.max_len[:high] - 1)
+        further = scheduled + width
+        np.minimum(further, rows.max_len[:high] - 1, out=further)
         crossing = ((further > kv.table_len[:high] * kv.block_size) & mask).nonzero()[0]
-        if kv.short_of(crossing, 0) > 0 or len(crossing) > kv.free_for():
+        if len(crossing) > kv.free_for():
             return  # blocks are for tokens that are certain
         if len(crossing):
             kv.extend_each(crossing)
@@ -465,8 +469,11 @@ class Composer:
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
         if (
-            decode_rows is SAME_ROWS and state.drafts is None
-        ):  # of the same owners too, or some would have left
+            draft.first is not None and state.drafts is not None
+        ):  # drafts under way are right as often as lately
+            ahead = 1.0 + state.drafts.right * len(state.flights)
+            self._last_context = int(np.dot(draft.first, mask)) + int(ahead * advancing)
+        elif decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
             self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
@@ -494,9 +501,11 @@ class Composer:
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
             ),
+            draft_width=draft.draft_width,
+            draft_tokens=draft.draft_tokens,
+            draft_floor=0.0 if state.drafts is None else state.drafts.floor,
+            trust=NO_TRUST if state.drafts is None else state.drafts.tell_trust(),
         )
-        if state.drafts is not None:
-            plan = state.drafts.stamp(plan, draft.draft_width, draft.draft_tokens)
         state.counters.planned(plan, state.rows.num_live)
         state.leaves, state.joins = [], []
         state.kv.submitted = seq

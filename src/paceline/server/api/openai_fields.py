@@ -44,6 +44,23 @@ MESSAGE_SCHEMA = {
     },
     "required": ["role"],
 }
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+PREDICTION = shaped(
+    (dict,),
+    "an object with type and content",
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "content"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
+        },
+        "required": ["type", "content"],
+    },
+)
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -98,6 +115,11 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
         Field("logprobs", FLAG, "how likely the tokens were"),
         Field("top_logprobs", whole(0, limits.top_logprobs), "likeliest tokens at each place"),
         Field("chat_template_kwargs", switches, "switches of the chat template"),
+        Field(
+            "prediction",
+            PREDICTION,
+            "what the answer is expected to say; changes when tokens come, never which",
+        ),
         *template_fields(),
         *openai_tool_fields(),
         *reasoning_fields(limits),
@@ -123,7 +145,7 @@ def completions_table(limits: RequestLimits, *, serves: bool = True) -> FieldTab
         Field("logprobs", whole(0, limits.completion_logprobs), "likeliest tokens to tell"),
         only("add_special_tokens", True),
         only("suffix", ""),
-        *unsupported("messages", "max_completion_tokens", "top_logprobs", "prompt_embeds"),
+        *unsupported("messages", "max_completion_tokens", "top_logprobs", "prompt_embeds", "prediction"),
         *unsupported("chat_template_kwargs", "chat_template"),
     ]
     return FieldTable(COMPLETIONS, [*_common(limits, serves=serves), *own])
@@ -146,7 +168,7 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
         only("use_beam_search", False),
         only("length_penalty", 1, 1.0),
         only("reasoning_effort", "none"),
-        *unsupported("audio", "prediction", "web_search_options", "truncate_prompt_tokens"),
+        *unsupported("audio", "web_search_options", "truncate_prompt_tokens"),
         *unsupported("logits_processors", "kv_transfer_params"),
     ]
 

@@ -198,6 +198,8 @@ def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         found["logit_bias"] = _bias(given["logit_bias"])
     if (structure := structure_of(given)) is not None:
         found["structured_outputs"] = structure
+    if "prediction" in given:
+        found["prediction"] = _predicted_text(given["prediction"])
     return found
 
 
@@ -249,6 +251,27 @@ def _bias(value: Mapping[str, float]) -> dict[int, float]:
     if not all(key.isascii() and key.isdigit() and str(int(key)) == key for key in value):
         raise InvalidRequest("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
     return {int(key): number for key, number in value.items()}
+
+
+def _predicted_text(value: Mapping[str, Any]) -> str:
+    """OpenAI's `prediction`: a text, or its parts."""
+    content = value.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if value.get("type") != "content" or not isinstance(parts, list):
+        raise InvalidRequest(
+            'prediction must be {"type": "content", "content": ...} with a text or a list of text parts',
+            param="prediction",
+        )
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    ]
+    if len(texts) != len(parts):
+        raise InvalidRequest(
+            'prediction.content takes parts of the form {"type": "text", "text": ...}', param="prediction"
+        )
+    return "".join(texts)
 
 
 def read_prompts(value: Any, most: int) -> tuple[str | list[int], ...]:

@@ -47,7 +47,7 @@ def chat_body(
             choice["token_ids"] = part.token_ids
         choices.append(choice)
     head = (f"chatcmpl-{id or uuid.uuid4().hex}", "chat.completion", parsed.model)
-    body = _body(*head, choices, [output], receipt)
+    body = _body(*head, choices, [output], receipt, has_prediction=bool(parsed.sampling.prediction))
     if parsed.shows_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
     if parsed.shows_prompt_logprobs:
@@ -122,14 +122,18 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 
 
 def usage_body(usage: Usage) -> Json:
-    body = {
+    body: Json = {
         "prompt_tokens": usage.num_prompt,
         "completion_tokens": usage.num_output,
         "total_tokens": usage.num_prompt + usage.num_output,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
     }
-    if usage.num_reasoning is not None:
-        body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning}
+    details = {} if usage.num_reasoning is None else {"reasoning_tokens": usage.num_reasoning}
+    if usage.predictions is not None:
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        details |= dict(zip(names, usage.predictions, strict=True))
+    if details:
+        body["completion_tokens_details"] = details
     return with_receipt(body, usage)
 
 
@@ -226,12 +230,16 @@ def _body(
     choices: list[Json],
     outputs: Sequence[RequestOutput],
     receipt: Receipt,
+    *,
+    has_prediction: bool = False,
 ) -> Json:
+    predictions = (outputs[0].accepted_prediction_tokens, outputs[0].rejected_prediction_tokens)
     usage = Usage(
         num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
         num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
         num_cached=sum(output.num_cached_tokens for output in outputs),
         num_reasoning=sum(part.num_reasoning_tokens for output in outputs for part in output.outputs) or None,
+        predictions=predictions if has_prediction else None,
         receipt=receipt,
     )
     return {

@@ -64,6 +64,8 @@ class Usage:
     num_output: int
     num_cached: int
     num_reasoning: int | None = None  # of the output; None where the model has no reasoning
+    # Drafts from its prediction, right and wrong, of the branches that have ended; None: it has no prediction.
+    predictions: tuple[int, int] | None = None
     receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
 
 
@@ -132,7 +134,8 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        record = self.record
+        record, cost = self.record, self.record.cost
+        has_prediction = any(part.prepared.sampling.prediction for part in self._parts)
         shown_receipt = (
             receipt(record, record.charge) if record.shows_receipt and not self._num_open else None
         )
@@ -141,6 +144,7 @@ class Generation:
             num_output=record.num_output,
             num_cached=record.num_cached,
             num_reasoning=self._num_reasoning,
+            predictions=(cost.accepted_predictions, cost.rejected_predictions) if has_prediction else None,
             receipt=shown_receipt,
         )
 
@@ -236,7 +240,10 @@ class Generation:
                     finished=True,
                 )
             )
-        outputs[0].num_cached_tokens = self.record.num_cached
+        record, first = self.record, outputs[0]
+        first.num_cached_tokens = record.num_cached
+        first.accepted_prediction_tokens = record.cost.accepted_predictions
+        first.rejected_prediction_tokens = record.cost.rejected_predictions
         await self.settle()
         return outputs
 

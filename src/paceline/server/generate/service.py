@@ -276,7 +276,8 @@ class Service:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
             ignored = await self._check_structure(body)
-            is_short = size <= INLINE_CHARS and not body.sampling.bad_words
+            also = len(body.sampling.prediction)
+            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
             permit.settle(sum(len(prompt.token_ids) for prompt in prepared))

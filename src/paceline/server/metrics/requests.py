@@ -251,6 +251,12 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
     yield "engine_heartbeat_age_seconds", "Time since the engine's last heartbeat.", client.heartbeat_age_s
+    yield (
+        "spec_decode_width",
+        "Most drafts of a request in a step; 0: they are not worth their time.",
+        stats.draft_width,
+    )
+    yield "spec_decode_gain", "Speed of the last steps over that without drafts.", stats.draft_gain
     yield from dial_gauges(stats.dial)
 
 

@@ -101,6 +101,10 @@ export function drawGauges(place, figures, snapshot, blocks, numSlots) {
     ["preempted: recomputed / swapped", `${computed.toLocaleString("en")} / ${snapshot.swapped.toLocaleString("en")}`],
     ["finished", snapshot.finished],
   ];
+  if (snapshot.draft_tokens) {
+    const taken = snapshot.accepted_tokens, lost = snapshot.draft_tokens - taken;
+    values.push(["drafts taken / lost", `${taken.toLocaleString("en")} / ${lost.toLocaleString("en")}`]);
+  }
   if (figures.kept.at(-1).costs) values.push(...costs(figures));
   while (place.children.length < values.length) {
     const gauge = document.createElement("div");

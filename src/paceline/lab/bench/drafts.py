@@ -1,0 +1,205 @@
+"""What drafts bring: the same questions without and with them, in turns, in one process; and a log of requests.
+
+Questions are answered by two engines that take as many requests at a time as there are clients; both make the same
+tokens, which is checked. A log is said again without a model: what it would have got in a step is counted, every draft
+verified.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.engine import DraftConfig, EngineConfig, SchedulerConfig
+from paceline.core.plan import StepPlan
+from paceline.core.sampling import SamplingParams
+from paceline.errors import EngineFailed, InputError
+from paceline.llm.llm import LLM
+from paceline.runner.device_rows import DeviceRows
+from paceline.runner.drafts import History, NgramDrafter
+from paceline.scheduler.draft_budget import DraftBudget
+
+MOST_CHARACTERS = 6000  # of a question
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftsResult:
+    """Questions of one category with some number of clients. Of all categories together, only the ratio is known."""
+
+    clients: int
+    category: str
+    ratio: float  # speed with drafts over speed without, the median of pairs of runs
+    plain_tokens_per_s: float | None = None  # prompts included
+    drafted_tokens_per_s: float | None = None
+    tokens_per_step: float | None = None  # of a row
+    verified_per_token: float | None = None
+    right: float | None = None  # share of the drafts that were verified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptResult:
+    """A log that was said again."""
+
+    method: str
+    num_requests: int
+    tokens_per_step: float
+    verified_per_token: float
+
+
+def read_questions(path: Path) -> dict[str, list[str]]:
+    """First turns by category: a JSON object a line with `category` and `turns`, as Spec-Bench has them."""
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            question = json.loads(line)
+            category, first = str(question["category"]), str(question["turns"][0])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{path}: line {number} is no question with category and turns") from error
+        found.setdefault(category, []).append(first)
+    if not found:
+        raise InputError(f"{path}: there is no question in it")
+    return found
+
+
+def read_script(path: Path, most: int) -> list[tuple[str, str]]:
+    """Prompts and answers of the first requests of a log: a JSON object a line with `timestamp`, `input` and `output`,
+    in a file, in the files *.jsonl of a folder, or in those of a tar archive."""
+    requests: list[tuple[float, str, str]] = []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            entry = json.loads(line)
+            requests.append((float(entry["timestamp"]), str(entry["input"]), str(entry["output"])))
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{path}: line {number} has no timestamp, input and output") from error
+    if not requests:
+        raise InputError(f"{path}: there is no request in it")
+    return [(prompt, answer) for _, prompt, answer in sorted(requests)[:most]]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        if path.is_dir():
+            texts = [each.read_text(encoding="utf-8") for each in sorted(path.glob("*.jsonl"))]
+        elif path.name.endswith((".tar", ".tar.gz", ".tgz")):
+            texts = list(_archived(path))
+        else:
+            texts = [path.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError, tarfile.TarError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    return [line for text in texts for line in text.splitlines() if line.strip()]
+
+
+def _archived(path: Path) -> Iterator[str]:
+    with tarfile.open(path) as archive:
+        for member in sorted(archive.getmembers(), key=lambda member: member.name):
+            file = archive.extractfile(member) if member.name.endswith(".jsonl") else None
+            if file is not None:
+                yield file.read().decode("utf-8")
+
+
+class Side:
+    """An engine, and what it has answered."""
+
+    def __init__(
+        self, engine: Mapping[str, Any], clients: int, method: str, sampling: SamplingParams
+    ) -> None:
+        given = {"enable_prefix_caching": False, **engine}
+        self.llm = LLM(**{**given, "max_num_seqs": clients, "speculative_config": method})
+        self._sampling = sampling
+        self.tokens: list[list[int]] = []
+
+    def answer(self, questions: Sequence[str]) -> float:
+        """Seconds it takes."""
+        chats = [[{"role": "user", "content": text[:MOST_CHARACTERS]}] for text in questions]
+        self.llm.reset_prefix_cache()  # the answers of the round before would be drafted whole
+        started_s = time.perf_counter()
+        outputs = self.llm.chat(chats, self._sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started_s
+        self.tokens = [output.outputs[0].token_ids for output in outputs]
+        return seconds
+
+    def counts(self) -> tuple[int, int, int]:
+        """Drafts verified, those that were right, and rows that were sampled."""
+        counters = self.llm.loaded.engine.scheduler.state.counters
+        return counters.draft_tokens, counters.accepted_tokens, counters.logit_rows
+
+
+def compare_sides(
+    plain: Side, drafted: Side, clients: int, by_category: Mapping[str, Sequence[str]], rounds: int
+) -> Iterator[DraftsResult]:
+    """Answer the questions of each category in turns; at the end, all categories together."""
+    ratios = []
+    for category, questions in by_category.items():
+        before = drafted.counts()
+        pairs = [(plain.answer(questions), drafted.answer(questions)) for _ in range(rounds)]
+        if plain.tokens != drafted.tokens:
+            raise EngineFailed(f"{category}: the engine made other tokens with drafts than without")
+        verified, right, rows = (now - then for now, then in zip(drafted.counts(), before, strict=True))
+        total = sum(map(len, drafted.tokens))
+        ratios.append(statistics.median(without / with_ for without, with_ in pairs))
+        yield DraftsResult(
+            clients=clients,
+            category=category,
+            ratio=ratios[-1],
+            plain_tokens_per_s=total / statistics.median(without for without, _ in pairs),
+            drafted_tokens_per_s=total / statistics.median(with_ for _, with_ in pairs),
+            tokens_per_step=total * rounds / rows,
+            verified_per_token=verified / (total * rounds),
+            right=right / max(verified, 1),
+        )
+    yield DraftsResult(clients=clients, category=ALL, ratio=statistics.geometric_mean(ratios))
+
+
+def say(method: str, texts: Sequence[tuple[list[int], list[int]]], width: int) -> ScriptResult:
+    """Tokens per step if a row said what a log says, every draft verified; no model computes."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in texts) + width + 1
+    scheduler = SchedulerConfig(max_num_seqs=1, max_model_len=longest)
+    rows = DeviceRows(EngineConfig(scheduler=scheduler, depth=0))
+    drafter = NgramDrafter(History() if method == "history" else None)
+    budget, only = DraftBudget(DraftConfig(), width), np.array([0])
+    steps = tokens = verified = 0
+    for prompt, answer in texts:
+        rows.tokens[0, : len(prompt)] = prompt
+        rows.num_tokens[0], rows.limit[0], rows.ended[0], rows.texts[0] = len(prompt), longest, False, 1
+        rows.num_prompt[0] = len(prompt)
+        drafter.join(rows, 0)
+        said = 0
+        while said < len(answer):
+            plan = StepPlan(seq=1, draft_width=width, draft_tokens=width, trust=budget.tell_trust())
+            made = drafter.propose(rows, plan, only) if said else None
+            guess = [] if made is None else made.tokens[0, : made.number[0]].tolist()
+            right = _agreed(guess, answer[said:])
+            new = answer[said : said + right + 1]
+            end = int(rows.num_tokens[0]) + len(new)
+            rows.tokens[0, end - len(new) : end], rows.num_tokens[0] = new, end
+            drafter.observe(rows, only, np.array([len(new)]), np.array([len(guess)]))
+            budget.learn_drafts(drafter.take_tally())
+            said, steps, verified = said + len(new), steps + 1, verified + len(guess)
+        rows.ended[0] = True
+        drafter.leave(rows, 0)
+        tokens += len(answer)
+    return ScriptResult(
+        method=method,
+        num_requests=len(texts),
+        tokens_per_step=tokens / max(steps, 1),
+        verified_per_token=verified / max(tokens, 1),
+    )
+
+
+def _agreed(guess: Sequence[int], answer: Iterable[int]) -> int:
+    """How many of the guesses are what was said."""
+    found = 0
+    for one, other in zip(guess, answer, strict=False):
+        if one != other:
+            break
+        found += 1
+    return found
