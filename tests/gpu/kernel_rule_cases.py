@@ -169,5 +169,7 @@ def check_masks(device: str, *, rows: int, vocabulary: int, dtype: torch.dtype =
     for number, place in enumerate(places.tolist()):
         is_hidden = ((bits[number, token // 32] >> (token % 32)) & 1) == 0
         expected[place, is_hidden & (expected[place] < float("inf"))] = float("-inf")
-    mask_logits(logits, bits.to(torch.int32).to(device), places.to(device))
+    mask_of = torch.full((rows,), -1, dtype=torch.int32)
+    mask_of[places.long()] = torch.arange(len(places), dtype=torch.int32)
+    mask_logits(logits, bits.to(torch.int32).to(device), mask_of.to(device))
     torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)

@@ -93,54 +93,50 @@ def reason_of(matcher: LLMatcher) -> str:
 class Matcher:
     """A grammar, as far as an answer has followed it."""
 
-    __slots__ = ("_failed", "_vocabulary", "matcher")
+    __slots__ = ("_vocabulary", "failed", "matcher")
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self.matcher = matcher
         self._vocabulary = vocabulary
-        self._failed: bool = matcher.is_error()
+        self.failed: bool = matcher.is_error()
 
     @property
     def is_over(self) -> bool:
-        return not self._failed and self.matcher.is_stopped()
+        return not self.failed and self.matcher.is_stopped()
 
     @property
     def error(self) -> str:
-        if not self._failed:
+        if not self.failed:
             return ""
         return TOO_COMPLEX if self.matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
 
-    @property
-    def is_open(self) -> bool:
-        return not self._failed and not self.matcher.is_stopped()
-
     def look(self) -> bool:
         """Whether it has failed, after something was asked of `matcher`."""
-        self._failed = self.matcher.is_error()
-        return self._failed
+        self.failed = self.matcher.is_error()
+        return self.failed
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Nothing can be consumed behind the end: what was on its way there is dropped."""
         for token in tokens:
-            if self._failed or self.matcher.is_stopped():
+            if self.failed or self.matcher.is_stopped():
                 return
-            self._failed = not self.matcher.consume_token(token)
+            self.failed = not self.matcher.consume_token(token)
 
     def mask(self) -> Mask:
         mask: Mask = np.zeros(self._vocabulary.num_words, np.uint32)
-        if not self._failed:
+        if not self.failed:
             self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self.look():
                 mask[:] = 0
         return mask
 
     def forced(self) -> list[int]:
-        if self._failed or self.matcher.is_stopped():
+        if self.failed or self.matcher.is_stopped():
             return []
         return list(self.matcher.compute_ff_tokens())
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        return 0 if self._failed else int(self.matcher.validate_tokens(list(tokens)))
+        return 0 if self.failed else int(self.matcher.validate_tokens(list(tokens)))
 
     def copy(self) -> Matcher:
         return Matcher(self.matcher.deep_copy(), self._vocabulary)
@@ -151,20 +147,20 @@ class Matcher:
 
 def fill_masks(guides: Sequence[Guide], into: Masks) -> None:
     """What each guide allows now, a row each; those of grammars are computed side by side, without Python's lock."""
-    matchers = []
-    for place, guide in enumerate(guides):
-        if isinstance(guide, Matcher) and not guide.error:
-            matchers.append((guide.matcher, place))
-            continue
-        mask = guide.mask()
-        into[place] = _EVERYTHING if mask is None else mask
+    matchers = [
+        (guide.matcher, at) for at, guide in enumerate(guides) if type(guide) is Matcher and not guide.failed
+    ]
     if matchers:
         _executor().unsafe_compute_mask_ptr(matchers, into.ctypes.data, into.strides[0], len(into))
-        for _, place in matchers:
-            guide = guides[place]
-            assert isinstance(guide, Matcher)
-            if guide.look():
-                into[place] = 0
+    if len(matchers) == len(guides) and not any(matcher.is_error() for matcher, _ in matchers):
+        return
+    done = {at for _, at in matchers}
+    for at, guide in enumerate(guides):
+        if at not in done:
+            mask = guide.mask()
+            into[at] = _EVERYTHING if mask is None else mask
+        elif isinstance(guide, Matcher) and guide.look():
+            into[at] = 0
 
 
 @cache
@@ -181,17 +177,15 @@ def mask_threads() -> int:
 
 def consume_all(moves: Sequence[tuple[Guide, int]]) -> None:
     """Each guide has got a token, side by side where they are many."""
-    matchers = [
-        (guide.matcher, token) for guide, token in moves if isinstance(guide, Matcher) and guide.is_open
-    ]
+    matchers = [(guide.matcher, token) for guide, token in moves if type(guide) is Matcher]
     if len(matchers) < MANY or len(matchers) < len(moves):
         for guide, token in moves:
             guide.consume((token,))
         return
-    _executor().consume_token_par(matchers)
-    for guide, _ in moves:
-        assert isinstance(guide, Matcher)
-        guide.look()
+    if not all(_executor().consume_token_par(matchers)):
+        for guide, _ in moves:
+            assert isinstance(guide, Matcher)
+            guide.look()
 
 
 class _Encoder:

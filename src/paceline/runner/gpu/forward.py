@@ -186,6 +186,10 @@ class DeviceDecoder:
             return out
         return self._times(hidden, self._head, self._logits)
 
+    def last_logits(self, count: int) -> Tensor:
+        """Where `logits` has written those of the last `count` tokens."""
+        return self._logits[:count]
+
     # -- parts of a layer ------------------------------------------------------------------------------------
 
     def _add(self, residual: Tensor, update: Tensor | None, weight: Tensor, overlapped: bool) -> None:

@@ -36,9 +36,13 @@ class DecodeKind(NamedTuple):
 
     with_rules: bool = False  # some rows have logit rules
     shared: bool = False  # the beginning many rows share is computed apart
+    undrawn: bool = (
+        False  # it ends with the logits: rows have guides, and are drawn when their masks have come
+    )
 
 
-KINDS = (DecodeKind(), DecodeKind(with_rules=True), DecodeKind(shared=True))
+UNDRAWN = DecodeKind(undrawn=True)
+KINDS = (DecodeKind(), DecodeKind(with_rules=True), DecodeKind(shared=True), UNDRAWN)
 
 
 class DecodeKey(NamedTuple):
@@ -48,6 +52,13 @@ class DecodeKey(NamedTuple):
     kind: DecodeKind
 
 
+class DrawKey(NamedTuple):
+    """The draw of a decode step of the kind `undrawn`."""
+
+    slots: int
+    with_rules: bool
+
+
 class MixedKey(NamedTuple):
     """Hidden states of a step with prompts; sampling is launched separately."""
 
@@ -55,7 +66,7 @@ class MixedKey(NamedTuple):
     slots: int
 
 
-Key = DecodeKey | MixedKey
+Key = DecodeKey | DrawKey | MixedKey
 
 
 def slot_buckets(max_slots: int) -> list[int]:
@@ -71,6 +82,10 @@ def slot_bucket(num_rows: int, max_slots: int) -> int:
 
 def decode_keys(max_slots: int) -> list[DecodeKey]:
     return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in KINDS]
+
+
+def draw_keys(max_slots: int) -> list[DrawKey]:
+    return [DrawKey(slots, with_rules) for slots in slot_buckets(max_slots) for with_rules in (False, True)]
 
 
 def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,12 +31,15 @@ from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
     KINDS,
     MAX_SPANS,
+    UNDRAWN,
     DecodeKey,
     DecodeKind,
+    DrawKey,
     Key,
     MixedKey,
     StepGraphs,
     decode_keys,
+    draw_keys,
     mixed_key,
     mixed_keys,
     slot_bucket,
@@ -110,6 +114,7 @@ def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0)
 
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
+AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
@@ -182,6 +187,8 @@ class GPURunner:
         steps: dict[Key, Callable[[], object]] = {}
         for decode in decode_keys(self.max_slots):
             steps[decode] = partial(self._decode_step, decode)
+        for draw in draw_keys(self.max_slots):
+            steps[draw] = partial(self._draw_step, draw)
         for mixed in self._mixed:
             steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
         return steps
@@ -200,6 +207,8 @@ class GPURunner:
         }:
             for kind in KINDS:
                 self._decode_step(DecodeKey(slots, kind))
+            for with_rules in (False, True):
+                self._draw_step(DrawKey(slots, with_rules))
         most = memory.max_slots
         few = [
             (1, 1),
@@ -354,6 +363,11 @@ class GPURunner:
             if not self._graphs.replay(decode):
                 self._decode_step(decode)
             return None
+        if not len(batch.spans) and not batch.num_pad and not on_host:
+            rows.memory.send()
+            slots = slot_bucket(len(batch.decode), self.max_slots)
+            self._replay_or_run(DecodeKey(slots, UNDRAWN), self._decode_step)
+            return partial(self._draw_guided, DrawKey(slots, with_rules), sampled)
         # In a bucket too: a product of a size that has not been seen loads its kernel then, and waits for the device.
         num_draws = slot_bucket(len(sampled), self.max_slots) if len(sampled) else 0
         rows.put_batch(batch, MAX_SPANS, num_draws)
@@ -367,13 +381,35 @@ class GPURunner:
         positions = rows.num_tokens[sampled] - 1
 
         def draw(guides: Mapping[int, Guide]) -> tuple[RowLogprobs, ...]:
-            masks = sampler.guide(logits, sampled, guides) if is_guided else None
+            masks = None
+            if is_guided:
+                masks = sampler.load_masks(sampled, guides)
+                sampler.hide(logits)
             sampler.sample(logits, slot_rows, with_rules=with_rules)
             more = sampler.sample_on_host(logits, sampled, positions, masks) if on_host else ()
             sampler.update(slot_rows, with_rules=with_rules)
             return found + more
 
         return draw
+
+    def _draw_guided(
+        self, key: DrawKey, sampled: NDArray[np.int64], guides: Mapping[int, Guide]
+    ) -> tuple[RowLogprobs, ...]:
+        self._sampler.load_masks(sampled, guides)
+        self._replay_or_run(key, self._draw_step)
+        return ()
+
+    def _draw_step(self, key: DrawKey) -> None:
+        """The draw of rows of which some have guides, from the logits of their step."""
+        slot_rows = self._rows.memory.column("slot_rows")[: key.slots]
+        logits = self._decoder.last_logits(key.slots)
+        self._sampler.hide(logits)
+        self._sampler.sample(logits, slot_rows, with_rules=key.with_rules)
+        self._sampler.update(slot_rows, with_rules=key.with_rules)
+
+    def _replay_or_run(self, key: AnyKey, run: Callable[[AnyKey], None]) -> None:
+        if not self._graphs.replay(key):
+            run(key)
 
     def _decode_step(self, key: DecodeKey) -> None:
         """A step in which all rows decode."""
@@ -391,7 +427,10 @@ class GPURunner:
             )
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefix)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
-        self._sampler.sample(self._decoder.logits(hidden, None), slot_rows, with_rules=kind.with_rules)
+        logits = self._decoder.logits(hidden, None)
+        if kind.undrawn:
+            return
+        self._sampler.sample(logits, slot_rows, with_rules=kind.with_rules)
         self._sampler.update(slot_rows, with_rules=kind.with_rules)
 
     def _mixed_step(self, batch: DeviceBatch) -> Tensor:

@@ -73,6 +73,11 @@ class DeviceSampler:
         self._masks = torch.zeros(
             memory.max_slots, words, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
+        self._mask_of = torch.full(
+            (memory.max_slots,), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._device_masks = torch.zeros(memory.max_slots, words, dtype=torch.int32, device=device)
+        self._device_mask_of = torch.full((memory.max_slots,), -1, dtype=torch.int32, device=device)
         self._pool = allocate_rule_pool(PLACES, vocab_size, device)
         self._free = list(range(PLACES))
         self._places: dict[int, int] = {}  # by row
@@ -135,8 +140,7 @@ class DeviceSampler:
         """Launch what is launched beside a step's own kernels, for the dummy row, which has no rules. `dtype`: of
         logits."""
         self._count_known([self._memory.dummy_row])
-        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
-        mask_logits(logits, self._masks[:1].to(self._device), self._sent([0], torch.int32))
+        self.hide(torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device))
 
     def _count_known(self, rows: list[int]) -> None:
         memory = self._memory
@@ -223,21 +227,31 @@ class DeviceSampler:
         """Whether a row that gets a token has a guide."""
         return bool(self._guided) and bool(self.is_guided[batch.sampled].any())
 
-    def guide(self, logits: Tensor, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
-        """Hide what the guides of rows do not allow, but for the host's rows; returns the masks of those, by place
-        among them."""
-        guided = np.flatnonzero(self.is_guided[rows])
-        places = guided[~self.is_host[rows[guided]]]
-        if len(places):
-            masks = self._masks[: len(places)]
-            fill_masks([guides[row] for row in rows[places].tolist()], masks.numpy().view(np.uint32))
-            mask_logits(
-                logits,
-                masks.to(self._device, non_blocking=True),
-                self._sent(places.tolist(), torch.int32),
+    def load_masks(self, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
+        """Ask the guides of the rows that are drawn, and send what they allow to the device, but for the host's rows;
+        returns the masks of those, by place among them."""
+        guided = self.is_guided[rows]
+        places = np.flatnonzero(guided & ~self.is_host[rows])
+        count = len(places)
+        if count:
+            fill_masks(
+                [guides[row] for row in rows[places].tolist()], self._masks[:count].numpy().view(np.uint32)
             )
+            self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
+        mask_of = np.full(len(self._mask_of), -1, np.int32)
+        mask_of[places] = np.arange(count)
+        known = self._mask_of.numpy()
+        if not np.array_equal(known, mask_of):
+            known[:] = mask_of
+            self._device_mask_of.copy_(self._mask_of, non_blocking=True)
+        if not self.is_host[rows].any():
+            return {}
         hosts = rows[np.flatnonzero(self.is_host[rows])].tolist()
         return {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
+
+    def hide(self, logits: Tensor) -> None:
+        """Hide what the guides of rows do not allow, as the masks that were loaded last say."""
+        mask_logits(logits, self._device_masks, self._device_mask_of)
 
     def sample_on_host(
         self, logits: Tensor, rows: I64, positions: I64, masks: Mapping[int, Mask | None] | None = None

@@ -150,24 +150,26 @@ def apply_rules(logits: Tensor, pool: RulePool, columns: RuleColumns) -> None:
     )
 
 
-def mask_logits(logits: Tensor, masks: Tensor, places: Tensor) -> None:
-    """Hides what guides do not allow: `masks` int32 [n, words] has a bit for each token, `places` int32 [n] the rows of
-    `logits` that they are for."""
-    vocabulary = logits.shape[1]
+def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
+    """Hides what guides do not allow: `masks` int32 [n, words] has a bit for each token, `mask_of` int32 [rows of
+    `logits`] says which one is a row's, negative: none."""
+    rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 and masks.stride(1) == 1 and masks.shape[1] * 32 >= vocabulary
-    _mask_kernel[(places.shape[0], triton.cdiv(vocabulary, _TILE))](
-        logits, masks, places, logits.stride(0), masks.stride(0), vocabulary, TILE=_TILE, num_warps=8
+    _mask_kernel[(rows, triton.cdiv(vocabulary, _TILE))](
+        logits, masks, mask_of, logits.stride(0), masks.stride(0), vocabulary, TILE=_TILE, num_warps=8
     )
 
 
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "vocabulary"])
-def _mask_kernel(logits, masks, places, logits_stride, masks_stride, vocabulary, TILE: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + number).to(tl.int64)
+def _mask_kernel(logits, masks, mask_of, logits_stride, masks_stride, vocabulary, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.load(mask_of + row).to(tl.int64)
+    if number < 0:
+        return
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     present = token < vocabulary
     word = tl.load(masks + number * masks_stride + token // 32, mask=present, other=-1)
-    at = logits + place * logits_stride + token
+    at = logits + row * logits_stride + token
     value = tl.load(at, mask=present, other=0.0)
     is_hidden = ((word >> (token % 32)) & 1) == 0
     is_usable = value < float("inf")  # neither NaN nor infinity, which the draw has to find
