@@ -194,6 +194,19 @@ def drafts() -> list[str]:
     return lines
 
 
+def drafts_simulated() -> list[str]:
+    """Throughput and time between tokens with drafts over those without, by rate and chance to be right."""
+    rows = result("drafts_simulated")["simulated"]
+    chances = list(dict.fromkeys(row["acceptance"] for row in rows))
+    heads = [f"{name}, {chance}" for chance in chances for name in ("throughput", "ITL")]
+    lines = [_row(["requests/s", "ITL off, ms", *heads]), _rule(2 + len(heads))]
+    for rate in dict.fromkeys(row["requests/s"] for row in rows):
+        own = [row for row in rows if row["requests/s"] == rate]
+        cells = [f"{row[name]:.3f}" for row in own for name in ("throughput", "mean ITL")]
+        lines.append(_row([f"{rate:g}", f"{own[0]['ITL without drafts, ms']:.1f}", *cells]))
+    return lines
+
+
 def step_cost() -> list[str]:
     file = result("step_cost")
     lines = ["| rows | CPU mean us | CPU p99 us |", _rule(3)]
@@ -405,6 +418,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
     "cpu-short": cpu_short,
     "drafts": drafts,
+    "drafts-simulated": drafts_simulated,
     "step-cost": step_cost,
     "startup": startup,
     "policies": policies,
