@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.runner.gpu.graphs import MixedKey, decode_keys, mixed_key, mixed_keys, slot_bucket, slot_buckets
+from paceline.runner.gpu.graphs import (
+    KINDS,
+    MixedKey,
+    decode_keys,
+    mixed_key,
+    mixed_keys,
+    slot_bucket,
+    slot_buckets,
+)
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 1000, 1024, 5000])
@@ -18,7 +26,9 @@ def test_every_batch_has_a_bucket_and_no_smaller_one_holds_it(most: int) -> None
 
 def test_decode_steps_of_every_kind_are_captured_for_every_bucket() -> None:
     keys = decode_keys(100)
-    assert {key.slots for key in keys} == set(slot_buckets(100)) and len(keys) == 3 * len(slot_buckets(100))
+    assert {key.slots for key in keys} == set(slot_buckets(100)) and len(keys) == len(KINDS) * len(
+        slot_buckets(100)
+    )
 
 
 @pytest.mark.parametrize("most_slots, most_tokens", [(1024, 8192), (16, 512), (2, 64), (300, 2048)])
