@@ -55,7 +55,7 @@ class Card {
     this.area = element("textarea", { rows: "2", placeholder: "What the tool returns", "aria-label": "Result of the call" });
     this.result = element("pre", { class: "result" });
     const copy = element("div", { class: "code-head" }, element("span", { text: "arguments" }), copyButton(() => this.given.textContent));
-    const summary = element("summary", {}, element("span", { class: "quiet", text: "Call" }), this.name, this.hint);
+    const summary = element("summary", {}, element("span", { class: "quiet", text: "Call" }), " ", this.name, " ", this.hint);
     const code = element("div", { class: "code" }, copy, element("pre", {}, this.given));
     this.root = element("div", { class: "call" }, element("details", {}, summary, code), this.area, this.result);
   }
