@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.browser.chatting import (
-    ADMIN,
     SHORT,
     chat,
     ended,
@@ -22,7 +21,7 @@ from tests.browser.chatting import (
     send,
 )
 from tests.browser.viewing import NARROW, WIDE, Viewer
-from tests.e2e.client_server import DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.e2e.client_server import ADMIN, DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
 from tests.e2e.model_cli import environment
 
 pytestmark = pytest.mark.campaign

@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 from playwright.sync_api import Page
 
-from tests.browser.chatting import ADMIN, chat, ended, expect_status, messages, scripted, send
+from tests.browser.chatting import chat, ended, expect_status, messages, scripted, send
 from tests.browser.viewing import NARROW, WIDE, View, Viewer
-from tests.e2e.client_server import ClientServer
+from tests.e2e.client_server import ADMIN, ClientServer
 from tests.model_folder import END_OF_TURN, EOS
 
 pytestmark = pytest.mark.campaign

@@ -107,7 +107,8 @@ export class Answer {
     if (first === null) return;
     message.tokens = tokensBefore + tokens;
     message.ttft = Math.round(first - sent);
-    if (tokens > 1 && last > first) message.rate = ((tokens - 1) * 1000) / (last - first);
+    // The name of a call is known some tokens after it began: what came since says nothing of the speed.
+    if (tokens > 1 && last > first && !message.calls) message.rate = ((tokens - 1) * 1000) / (last - first);
   }
 
   // Whether the request can be sent once more: nothing has come of it, and the server said when to.

@@ -57,7 +57,7 @@ export class TokenText {
     const chosen = same.find(([text]) => text === spelled) ?? same[0] ?? [spelled, logprob];
     const rows = same.length ? top : [...top, chosen];
     shown.replaceChildren(...rows.map((each) => row(each, each === chosen)));
-    const { left, top: above, bottom } = token.getClientRects()[0], { width, height } = shown.getBoundingClientRect();
+    const { left, top: above, bottom } = [...token.getClientRects()].at(-1), { width, height } = shown.getBoundingClientRect();
     shown.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
     shown.style.top = `${bottom + height + 12 < innerHeight ? bottom + 6 : Math.max(8, above - height - 6)}px`;
   }
