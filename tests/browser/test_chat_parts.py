@@ -183,10 +183,10 @@ def test_a_schema_that_is_refused_is_told_beside_its_field(server: ClientServer,
 def test_a_call_gets_its_result_and_the_conversation_goes_on(server: ClientServer, viewer: Viewer) -> None:
     with chat(viewer, server) as view:
         page, asked = view.page, bodies_of(view.page)
-        use_settings(view, sampling={"max_tokens": MOST, "parallel_tool_calls": False})
         fill_settings(page, tools=json.dumps(TOOLS))
         page.locator("#tool_choice").select_option("required")
         page.keyboard.press("Escape")
+        use_settings(view, sampling={"max_tokens": MOST, "parallel_tool_calls": False})
         send(page, "What is the weather?")
         answer = ended(view)[1]
         (call,) = answer["calls"]
