@@ -5,21 +5,27 @@ from __future__ import annotations
 import http.client
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route
 
-from tests.browser.viewing import NARROW, WIDE, View, Viewer
-from tests.e2e.client_server import DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.browser.chatting import (
+    SHORT,
+    chat,
+    ended,
+    expect_status,
+    messages,
+    sampling,
+    scripted,
+    send,
+)
+from tests.browser.viewing import NARROW, WIDE, Viewer
+from tests.e2e.client_server import ADMIN, DISABLED_KEY, KEY, MODEL, NARROW_KEY, ClientServer, client_server
 from tests.e2e.model_cli import environment
 
 pytestmark = pytest.mark.campaign
-ADMIN = "key-of-the-operator"
 CONTEXT = 32_768
-SHORT = 12  # tokens of an answer that is to end
 NO_STORAGE = (
     "() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }; }"
 )
@@ -40,62 +46,6 @@ def server(viewer: Viewer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with client_server(tmp_path_factory.mktemp("server"), *flags, PACELINE_ADMIN_KEY=ADMIN) as running:
         running.wait_for(200)
         yield running
-
-
-@contextmanager
-def chat(
-    viewer: Viewer, server: ClientServer, *, key: str = ADMIN, max_tokens: int | None = SHORT, **how: Any
-) -> Iterator[View]:
-    """The page, ready for a message; answers end after a number of tokens."""
-    with viewer.view(server.url, path="/", key=key, **how) as view:
-        if key:
-            view.wait("paceline.server.state === 'ready'")
-            view.page.evaluate(f"() => {{ paceline.current().settings.sampling = {sampling(max_tokens)}; }}")
-        yield view
-
-
-def sampling(max_tokens: int | None) -> str:
-    """As the page keeps it. The model is made up and ends anywhere; here it ends when it is told."""
-    return json.dumps({"ignore_eos": True} | ({} if max_tokens is None else {"max_tokens": max_tokens}))
-
-
-def send(page: Page, text: str) -> None:
-    page.locator("#text").fill(text)
-    page.locator("#text").press("Enter")
-
-
-def ended(view: View) -> list[dict[str, Any]]:
-    """The messages of the conversation, once no answer is under way."""
-    view.wait("paceline.running.size === 0 && paceline.current().messages.length > 0")
-    return messages(view)
-
-
-def messages(view: View) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = view.value("paceline.current().messages")
-    return found
-
-
-def expect_status(view: View, status: int) -> None:
-    """A browser notes every refused request as an error on the console; these were meant."""
-    note = f"status of {status}"
-    assert any(note in problem for problem in view.problems), view.problems
-    view.problems[:] = [problem for problem in view.problems if note not in problem]
-
-
-def scripted(page: Page, pieces: Sequence[str], finish: str | None = "stop") -> None:
-    """The model says this from now on."""
-
-    def fulfil(route: Route) -> None:
-        chunks = [{"id": "chatcmpl-x", "choices": [{"delta": {"content": piece}}]} for piece in pieces]
-        if finish is not None:
-            chunks.append({"id": "chatcmpl-x", "choices": [{"delta": {}, "finish_reason": finish}]})
-        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-        route.fulfill(status=200, content_type="text/event-stream", body=body)
-
-    page.route("**/v1/chat/completions", fulfil)
-    page.route(
-        "**/v1/requests/**", lambda route: route.fulfill(status=200, json={"branches": [{"number": 1}]})
-    )
 
 
 def test_a_key_is_asked_for_and_a_wrong_one_is_named(server: ClientServer, viewer: Viewer) -> None:
@@ -223,10 +173,9 @@ def test_conversations_survive_a_reload_and_are_renamed_and_deleted(
         page.reload()
         view.wait("paceline.server.state === 'ready'")
         assert page.locator("#list .title").all_inner_texts() == ["About hills", "Water"]
-        assert view.value("paceline.current().settings") == {
-            "system": "Answer in one word.",
-            "sampling": {"max_tokens": SHORT, "temperature": 0.5},
-        }
+        settings = view.value("paceline.current().settings")
+        assert settings["system"] == "Answer in one word."
+        assert settings["sampling"] == {"max_tokens": SHORT, "temperature": 0.5}
         page.locator("#list .title", has_text="Water").click()
         assert messages(view) == kept
         assert page.locator(".message").count() == 2

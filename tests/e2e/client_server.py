@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import COMMAND, ENDLESS_CONTEXT, environment
-from tests.model_folder import write_model
+from tests.model_folder import TEMPLATE, write_model
 
 MODEL = "tiny"
 KEY, NARROW_KEY, DISABLED_KEY = "key-of-anybody", "key-for-one-at-a-time", "key-of-nobody"
@@ -31,6 +31,8 @@ ENDLESS = ENDLESS_CONTEXT // 2
 
 class ClientServer:
     """A running server process."""
+
+    template = TEMPLATE  # of the model's chat
 
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         self.folder = folder
@@ -47,7 +49,8 @@ class ClientServer:
         )
 
     def _model_flags(self) -> list[str]:
-        model = write_model(self.folder / MODEL, max_position_embeddings=ENDLESS_CONTEXT)
+        changes = {"max_position_embeddings": ENDLESS_CONTEXT}
+        model = write_model(self.folder / MODEL, template=self.template, **changes)
         keys = _keys_file(self.folder / "keys")
         named = ["--load-format", "dummy", "--served-model-name", MODEL]
         return [str(model), *named, "--api-keys-file", str(keys)]

@@ -12,7 +12,9 @@ export class Answer {
     Object.assign(this, { conversation, onChange, onRequest, message: conversation.messages.at(-1) });
     this.control = new AbortController();
     this.wake = null; // ends a pause before another try
-    this.before = { content: this.message.content, tokens: this.message.tokens ?? 0 }; // when an answer is continued
+    this.tokensBefore = this.message.tokens ?? 0; // when an answer is continued
+    this.hasBegun = false; // whether anything of it has come
+    this.decoder = new TextDecoder(); // a token can end within a letter
   }
 
   async run() {
@@ -43,8 +45,9 @@ export class Answer {
 
   async write() {
     const { message, control } = this, sent = performance.now();
-    const body = JSON.stringify(requestBody(this.conversation));
-    const request = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body, signal: control.signal };
+    const body = requestBody(this.conversation);
+    if (body.response_format) message.form = "json";
+    const request = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body), signal: control.signal };
     const answer = await fetch("/v1/chat/completions", request);
     if (!answer.ok) throw await refusalOf(answer);
     let pieces = 0, first = null, last = null, tokens = null;
@@ -56,9 +59,9 @@ export class Answer {
       }
       tokens = chunk.usage?.completion_tokens ?? tokens;
       const choice = chunk.choices?.[0];
-      if (choice?.delta?.content) {
-        message.content += choice.delta.content;
+      if (choice && this.take(choice)) {
         message.state = "writing";
+        this.hasBegun = true;
         last = performance.now();
         first ??= last;
         pieces += 1;
@@ -70,18 +73,48 @@ export class Answer {
     if (!message.finish) throw Object.assign(new Error("The server ended the answer early."), { code: ENDED_EARLY });
   }
 
+  // What a chunk has of reasoning, text, calls and probabilities; false where it has nothing to show.
+  take({ delta = {}, logprobs }) {
+    const { message } = this, { content, reasoning_content: reasoning, tool_calls: calls } = delta;
+    if (reasoning) {
+      message.reasoning = (message.reasoning ?? "") + reasoning;
+      this.thinkingSince ??= performance.now() - (message.thought_ms ?? 0);
+    }
+    if (this.thinkingSince !== undefined) message.thought_ms = Math.round(performance.now() - this.thinkingSince);
+    if (content || calls?.length) this.thinkingSince = undefined;
+    if (content) message.content += content;
+    for (const call of calls ?? []) this.takeCall(call);
+    // Only the answer's own tokens; one whose text is held back comes with an empty delta.
+    if (logprobs?.content && !reasoning && !calls) (message.logprobs ??= []).push(...logprobs.content.map((token) => this.tokenOf(token)));
+    return Boolean(reasoning || content || calls?.length);
+  }
+
+  takeCall({ index, id, function: called }) {
+    const call = ((this.message.calls ??= [])[index] ??= { id: "", name: "", arguments: "" });
+    if (id) call.id = id;
+    call.name += called?.name ?? "";
+    call.arguments += called?.arguments ?? "";
+  }
+
+  tokenOf({ token, bytes, logprob, top_logprobs: top = [] }) {
+    const rounded = (value) => Math.round(1000 * value) / 1000; // for the sake of the storage
+    const text = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : token;
+    return [text, rounded(logprob), top.map((other) => [other.token, rounded(other.logprob)])];
+  }
+
   measure(tokens, sent, first, last) {
-    const { message, before } = this;
+    const { message, tokensBefore } = this;
     if (first === null) return;
-    message.tokens = before.tokens + tokens;
+    message.tokens = tokensBefore + tokens;
     message.ttft = Math.round(first - sent);
-    if (tokens > 1 && last > first) message.rate = ((tokens - 1) * 1000) / (last - first);
+    // The name of a call is known some tokens after it began: what came since says nothing of the speed.
+    if (tokens > 1 && last > first && !message.calls) message.rate = ((tokens - 1) * 1000) / (last - first);
   }
 
   // Whether the request can be sent once more: nothing has come of it, and the server said when to.
   async mayTryAgain(problem, tries) {
-    const { message, before } = this;
-    if (!problem || message.content !== before.content || tries >= MOST_TRIES) return false;
+    const { message } = this;
+    if (!problem || this.hasBegun || tries >= MOST_TRIES) return false;
     if (!problem.retryS) return false;
     message.problem = { ...problem, retryAt: Date.now() + 1000 * problem.retryS };
     this.onChange(message);
@@ -101,13 +134,14 @@ async function refusalOf(answer) {
   } catch {} // a proxy's page
   const retryS = [429, 503].includes(answer.status) ? Number(answer.headers.get("retry-after")) || null : null;
   const message = refusal.message || `The server answered ${answer.status}.`;
-  return Object.assign(new Error(message), { code: refusal.code ?? "", status: answer.status, retryS });
+  return Object.assign(new Error(message), { code: refusal.code ?? "", param: refusal.param ?? null, status: answer.status, retryS });
 }
 
 function problemOf(error) {
   const isTold = error.status !== undefined || typeof error.code === "string"; // a DOMException has a number
   if (!isTold) return { code: CONNECTION, message: "The connection to the server was lost.", status: 0 };
-  return { code: error.code, message: sentence(error.message), status: error.status ?? 0, retryS: error.retryS ?? null };
+  const { code, param = null, status = 0, retryS = null } = error;
+  return { code, param, message: sentence(error.message), status, retryS };
 }
 
 // Some of the server's messages are clauses.

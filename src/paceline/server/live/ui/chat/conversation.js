@@ -1,13 +1,21 @@
 // A conversation is plain data, as it is stored:
-//   { id, title, created, updated, settings: { system, sampling }, messages: [message] }
+//   { id, title, created, updated, settings, messages: [message] }
+// Settings are { system, sampling, schema, tools, tool_choice, logprobs }: schema and tools are the texts that were pasted.
 // A message is { role, content }, and an answer also tells how it went:
 //   { state, finish, problem, request, tokens, rate, ttft }
-// `state` is "waiting" (nothing has come), "writing", "done", "stopped" or "failed".
+// `state` is "waiting" (nothing has come), "writing", "done", "stopped" or "failed". Where it has them, also
+//   reasoning, thought_ms   what the model thought before it answered, and how long it took
+//   calls                   [{ id, name, arguments, result }]: arguments are JSON as text, a result is what was sent back
+//   logprobs                [[text, logprob, [[text, logprob]]]]: each token with the likeliest at its place
+//   form, view              "json" where a schema was sent; how a reader chose to see it
 
 const MOST_TITLE = 60;
 const UNDER_WAY = new Set(["waiting", "writing"]);
+const NUM_ALTERNATIVES = 5;
 
-export function newConversation(settings = { system: "", sampling: {} }) {
+export const newSettings = () => ({ system: "", sampling: {}, schema: "", tools: "", tool_choice: "", logprobs: false });
+
+export function newConversation(settings = newSettings()) {
   const now = Date.now(), id = now.toString(36) + Math.random().toString(36).slice(2, 10);
   return { id, title: "", created: now, updated: now, settings: structuredClone(settings), messages: [] };
 }
@@ -27,8 +35,21 @@ export function restored(found) {
   if (typeof found?.id !== "string" || !Array.isArray(found.messages)) return null;
   const isMessage = (message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
   if (!found.messages.every(isMessage)) return null;
-  const { system, sampling } = found.settings ?? {};
-  return { title: "", created: 0, updated: 0, ...found, settings: { system: String(system ?? ""), sampling: sampling ?? {} } };
+  const settings = newSettings();
+  for (const [name, value] of Object.entries(settings)) if (typeof found.settings?.[name] === typeof value) settings[name] = found.settings[name] ?? value;
+  return { title: "", created: 0, updated: 0, ...found, settings, messages: found.messages.map(restoredMessage) };
+}
+
+// Without the parts that are not as they must be.
+function restoredMessage(message) {
+  const isText = (value) => typeof value === "string";
+  const isCall = (call) => isText(call?.id) && isText(call.name) && isText(call.arguments) && (call.result === undefined || isText(call.result));
+  const isToken = (token) => Array.isArray(token) && isText(token[0]) && Array.isArray(token[2]);
+  const { reasoning, calls, logprobs, ...rest } = message;
+  if (isText(reasoning)) rest.reasoning = reasoning;
+  if (Array.isArray(calls) && calls.every(isCall)) rest.calls = calls;
+  if (Array.isArray(logprobs) && logprobs.every(isToken)) rest.logprobs = logprobs;
+  return rest;
 }
 
 // An answer whose page was closed has stopped.
@@ -37,16 +58,74 @@ export function interrupted(conversation) {
   return conversation;
 }
 
+// Whether an answer can go on from where it is: text can. JSON and calls cannot, a form begins at its beginning.
+export const canGoOn = (message) => Boolean(message.content) && !message.calls?.length && message.form !== "json";
+
 // The body of a request for the last message, which is the answer to be written. Templates expect turns to alternate:
-// answers without a word are left out and messages that then follow each other are joined.
+// answers without a word are left out and messages that then follow each other are joined. Throws where a setting
+// cannot be sent.
 export function requestBody(conversation) {
-  const { settings, messages } = conversation, answer = messages.at(-1), turns = [];
-  for (const { role, content } of messages) {
-    if (!content) continue;
-    if (turns.at(-1)?.role === role) turns.at(-1).content += `\n\n${content}`;
-    else turns.push({ role, content });
-  }
+  const { settings, messages } = conversation, answer = messages.at(-1), turns = turnsOf(messages);
+  const isAsked = turns.at(-1)?.role === "user";
   if (settings.system.trim()) turns.unshift({ role: "system", content: settings.system });
   const body = { messages: turns, stream: true, stream_options: { include_usage: true }, ...settings.sampling };
+  if (settings.schema.trim()) body.response_format = responseFormat(settings.schema);
+  if (settings.tools.trim()) body.tools = toolList(settings.tools);
+  // With a result at hand the model must be able to answer: a call is required of the answer to a user alone.
+  if (body.tools && settings.tool_choice && (settings.tool_choice !== "required" || isAsked)) body.tool_choice = settings.tool_choice;
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
   return answer.content ? { ...body, continue_final_message: true } : body;
+}
+
+// A call goes with its result, or not at all. Reasoning is sent back while the model is still at the same question:
+// templates leave out that of earlier ones.
+function turnsOf(messages) {
+  const turns = [], asked = messages.findLastIndex((message) => message.role === "user");
+  for (const [at, { role, content, reasoning, calls = [] }] of messages.entries()) {
+    const answered = calls.filter((call) => call.result !== undefined);
+    if (!content && !answered.length) continue;
+    if (turns.at(-1)?.role === role && !answered.length) {
+      turns.at(-1).content += `\n\n${content}`;
+      continue;
+    }
+    const turn = { role, content: content || null };
+    if (reasoning && at > asked) turn.reasoning_content = reasoning;
+    if (answered.length) turn.tool_calls = answered.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+    turns.push(turn, ...answered.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result })));
+  }
+  return turns;
+}
+
+// ------------------------------------------------------------ what was pasted into the settings
+
+// A schema, or OpenAI's object around one.
+function responseFormat(text) {
+  const given = parsed(text, "response_format", "The JSON schema");
+  if (given?.type === "json_schema") return given;
+  return { type: "json_schema", json_schema: given?.schema ? given : { name: "answer", schema: given } };
+}
+
+function toolList(text) {
+  return [parsed(text, "tools", "The list of tools")].flat();
+}
+
+function parsed(text, param, name) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw Object.assign(new Error(`${name} in the settings is not JSON: ${error.message}.`), { code: "invalid_settings", param });
+  }
+}
+
+// What is wrong with the settings before a server has seen them: a sentence by the field of the request.
+export function settingProblems({ schema, tools }) {
+  const found = {};
+  for (const [text, read] of [[schema, responseFormat], [tools, toolList]]) {
+    try {
+      if (text.trim()) read(text);
+    } catch (error) {
+      found[error.param] = error.message;
+    }
+  }
+  return found;
 }

@@ -47,12 +47,20 @@ function choose(conversation) {
     stop: () => running.get(conversation.id)?.stop(),
     tryNow: () => running.get(conversation.id)?.tryNow(),
     explain: (message) => showStory(byId("story"), message),
+    sendResults: (message, results) => sendResults(conversation, message, results),
+    openSettings,
+    see: (message, view) => {
+      message.view = view;
+      draw(message);
+      save(conversation);
+    },
   };
   views = conversation.messages.map((message) => new MessageView(message, actions));
   byId("messages").replaceChildren(...views.map((view) => view.root));
   views.forEach((view, at) => view.update(at === views.length - 1));
   document.title = conversation.messages.length ? `${titleOf(conversation)} – Paceline` : "Paceline";
   isPinned = true;
+  byId("alternatives").hidden = true; // its token is gone
   openList(false);
   showAll();
   scrollDown();
@@ -156,8 +164,9 @@ async function answer(conversation) {
   if (problem?.status === 401 || problem?.status === 403 || problem?.status === 0) server.connect();
 }
 
-function ending({ state, problem, tokens }) {
+function ending({ state, problem, tokens, calls }) {
   if (state === "failed") return problem.message;
+  if (state === "done" && calls?.length) return `The model calls ${calls.map((call) => call.name).join(", ")}.`;
   return state === "stopped" ? "Stopped." : `The answer is complete: ${tokens ?? 0} tokens.`;
 }
 
@@ -167,6 +176,14 @@ function regenerate(conversation) {
 
 function edit(conversation, message, text) {
   replaceFrom(conversation, conversation.messages.indexOf(message), [{ role: "user", content: text }]);
+}
+
+// The results of all calls of an answer; the model goes on with them.
+function sendResults(conversation, message, results) {
+  const calls = message.calls.map((call, at) => ({ ...call, result: results[at] }));
+  if (message !== conversation.messages.at(-1)) return replaceFrom(conversation, conversation.messages.indexOf(message), [{ ...message, calls }]);
+  message.calls = calls;
+  ask(conversation);
 }
 
 // The conversation goes on from here with other messages; those that were there can be had back.
@@ -276,6 +293,10 @@ function openList(isOpen) {
   if (isOpen) byId("new").focus();
 }
 
+function openSettings() {
+  settings.open(current.settings, server.card.paceline?.default_sampling, current.messages.at(-1)?.problem);
+}
+
 function submit(event) {
   event.preventDefault();
   if (running.has(current.id)) return running.get(current.id).stop();
@@ -311,6 +332,7 @@ byId("scroll").addEventListener("scroll", () => {
   const place = byId("scroll");
   isPinned = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_PX;
   byId("newest").hidden = isPinned;
+  byId("alternatives").hidden = true;
 });
 byId("newest").addEventListener("click", scrollDown);
 byId("key").addEventListener("submit", (event) => {
@@ -324,7 +346,7 @@ byId("forget-key").addEventListener("click", () => {
 });
 byId("new").addEventListener("click", begin);
 byId("show-list").addEventListener("click", () => openList(!document.body.classList.contains("list-open")));
-byId("show-settings").addEventListener("click", () => settings.open(current.settings, server.card.paceline?.default_sampling));
+byId("show-settings").addEventListener("click", openSettings);
 byId("show-guide").addEventListener("click", () => byId("guide").showModal());
 for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
 document.querySelector("main").addEventListener("click", () => openList(false));

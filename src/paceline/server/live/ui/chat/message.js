@@ -1,13 +1,18 @@
 // The one place where a message is shown. A view is made once for a message and follows it while it changes.
 
-import { isUnderWay } from "./conversation.js";
+import { CallCards, isCut } from "./calls.js";
+import { canGoOn, isUnderWay } from "./conversation.js";
 import { button, copyButton, element } from "../dom.js";
+import { indented, isJson } from "./json.js";
 import { Markdown } from "./markdown.js";
+import { TokenText } from "./tokens.js";
 
 const TOO_LONG = new Set(["context_length_exceeded"]);
+const SETTINGS = new Set(["response_format", "tools", "tool_choice"]); // what a server refuses of them is said beside the field
 
 export class MessageView {
-  // `actions` are what a reader can do with it: edit, regenerate, continue, stop, tryNow, explain.
+  // `actions` are what a reader can do with it: edit, regenerate, continue, stop, tryNow, explain, see, sendResults,
+  // openSettings.
   constructor(message, actions) {
     Object.assign(this, { message, actions });
     this.body = element("div", { class: "body", dir: "auto" });
@@ -15,8 +20,20 @@ export class MessageView {
     this.foot = element("div", { class: "foot" });
     const name = element("h3", { class: "unseen", text: message.role === "user" ? "You" : "Answer" });
     this.root = element("article", { class: `message ${message.role}` }, name, this.body, this.state, this.foot);
-    this.markdown = message.role === "user" ? null : new Markdown(this.body);
+    if (message.role !== "user") this.makeParts();
     this.update(true);
+  }
+
+  // An answer is reasoning, its text in one of two shapes, and calls.
+  makeParts() {
+    const thought = element("div", { class: "thought", dir: "auto" }), spelled = element("div", { class: "spelled", dir: "auto" });
+    this.thinking = element("details", { class: "thinking" }, element("summary"), thought);
+    this.thought = new Markdown(thought);
+    this.markdown = new Markdown(this.body);
+    this.spelled = new TokenText(spelled);
+    this.calls = new CallCards(this.message, (results) => this.actions.sendResults(this.message, results));
+    this.body.before(this.thinking);
+    this.body.after(spelled, this.calls.root);
   }
 
   update(isLast) {
@@ -26,11 +43,37 @@ export class MessageView {
       this.foot.replaceChildren(button("Edit", () => this.edit()), this.copyButton());
       return;
     }
-    this.markdown.show(message.content);
+    this.showThinking();
+    this.showText();
+    this.calls.update(isLast);
     this.root.setAttribute("aria-busy", String(isUnderWay(message)));
     this.root.dataset.state = message.state;
     this.showFoot(isLast);
     this.showState(isLast);
+  }
+
+  showThinking() {
+    const { reasoning, thought_ms: ms, content, calls } = this.message, isThinking = isUnderWay(this.message) && !content && !calls?.length;
+    this.thinking.hidden = !reasoning;
+    if (!reasoning) return;
+    this.thinking.firstChild.textContent = isThinking ? "Thinking…" : `Thought for ${ms >= 100 ? (ms / 1000).toFixed(1) : "less than 0.1"} s`;
+    this.thought.show(reasoning);
+  }
+
+  showText() {
+    const { message } = this, view = viewOf(message), isText = view === "text", isSpelled = view === "tokens" || view === "raw";
+    this.body.hidden = isSpelled;
+    this.spelled.place.hidden = !isSpelled;
+    if (isSpelled) this.spelled.show(message.content, view === "tokens" ? message.logprobs : []);
+    else this.markdown.show(isText ? message.content : `\`\`\`json\n${indented(message.content)}\n\`\`\``);
+  }
+
+  // The ways to see an answer that has several.
+  viewButtons() {
+    const { message, actions } = this, views = viewsOf(message), seen = viewOf(message);
+    if (views.length < 2) return null;
+    const see = (view) => button(VIEWS[view], () => actions.see(message, view), { "aria-pressed": String(view === seen) });
+    return element("span", { class: "views", role: "group", "aria-label": "Show the answer as" }, ...views.map(see));
   }
 
   copyButton() {
@@ -39,13 +82,14 @@ export class MessageView {
 
   // Figures change with every token, buttons do not: one that has the focus must keep it.
   showFoot(isLast) {
-    const { message, actions } = this, shown = `${message.state} ${isLast} ${message.request ?? ""}`;
+    const { message, actions } = this, shown = [message.state, isLast, message.request, viewOf(message), viewsOf(message)].join(" ");
     if (this.shown !== shown) {
       this.shown = shown;
       this.figures = element("span", { class: "figures" });
       const canAsk = isLast && !isUnderWay(message);
       this.foot.replaceChildren(
         ...[
+          this.viewButtons(),
           message.content && !isUnderWay(message) ? this.copyButton() : null,
           canAsk ? button("Regenerate", actions.regenerate) : null,
           message.request ? button("Explain", () => actions.explain(message), { title: "Why it took as long as it did" }) : null,
@@ -103,6 +147,19 @@ export class MessageView {
   }
 }
 
+const VIEWS = { json: "JSON", raw: "Raw text", text: "Text", tokens: "Probabilities" };
+
+// JSON that is complete is laid out, and raw beside that.
+function viewsOf({ form, state, content, logprobs }) {
+  const views = form === "json" && state === "done" && isJson(content) ? ["json", "raw"] : ["text"];
+  return logprobs?.length && content ? [...views, "tokens"] : views;
+}
+
+function viewOf(message) {
+  const views = viewsOf(message), first = views.includes("tokens") ? "tokens" : views[0];
+  return views.includes(message.view) ? message.view : first;
+}
+
 export const laneOf = (message) => `/ui#request=${encodeURIComponent(message.request)}`;
 
 export function figuresOf({ tokens, rate, ttft }) {
@@ -123,15 +180,16 @@ function waitingParts(message, actions) {
 }
 
 function endedParts(message, actions) {
-  const go = actions && button("Continue", actions.continue), again = actions && button("Try again", actions.regenerate);
+  const { content, reasoning, calls, problem } = message, has = content || calls?.length;
+  const go = actions && canGoOn(message) && button("Continue", actions.continue), again = actions && button("Try again", actions.regenerate);
   const said = (text, ...buttons) => [element("span", { text }), ...buttons.filter(Boolean)];
-  if (message.state === "stopped") return message.content ? said("Stopped.", go) : said("Stopped before the first token.", again);
+  if (message.state === "stopped") return has ? said("Stopped.", go || again) : said(reasoning ? "Stopped before the answer." : "Stopped before the first token.", again);
   if (message.state === "failed") {
-    const { code, message: text } = message.problem;
-    if (TOO_LONG.has(code)) return said(`${text} Start a new chat, or edit an earlier message.`);
-    return message.content ? said(`${text} The answer is incomplete.`, go, again) : said(text, again);
+    if (TOO_LONG.has(problem.code)) return said(`${problem.message} Start a new chat, or edit an earlier message.`);
+    if (SETTINGS.has(problem.param)) return said(problem.message, actions && button("Settings", actions.openSettings), again);
+    return has ? said(`${problem.message} The answer is incomplete.`, go, again) : said(problem.message, again);
   }
-  if (!message.content) return said("The model gave an empty answer.", again);
-  if (message.finish === "length") return said("The answer reached the maximum length.", go);
-  return [];
+  if (message.finish === "length") return has ? said("The answer reached the maximum length.", go || again) : said("The maximum length was reached before the answer.", again);
+  if (!has) return said("The model gave an empty answer.", again);
+  return isCut(message) ? said("The arguments of a call are not JSON.", again) : [];
 }

@@ -1,5 +1,7 @@
-// The drawer with the system prompt and sampling of a conversation. A field that is empty is not sent.
+// The drawer with the system prompt, the form of answers, the tools and the sampling of a conversation. A field that is
+// empty is not sent.
 
+import { newSettings, settingProblems } from "./conversation.js";
 import { byId, element } from "../dom.js";
 
 const FIELDS = [
@@ -13,15 +15,18 @@ const FIELDS = [
   { name: "stop", label: "Stop texts", isText: true, none: "none", help: "end the answer; separated by commas" },
 ];
 
+const PLAIN = ["system", "schema", "tools", "tool_choice", "logprobs"]; // an element of the same name holds each
+const NOTES = { schema: ["response_format"], tools: ["tools", "tool_choice"] }; // fields of a request, by where problems with them are said
+
 export class Settings {
   constructor(dialog, onChange) {
     this.dialog = dialog;
     this.onChange = onChange;
     this.settings = null;
     this.inputs = new Map(FIELDS.map((field) => [field.name, this.field(field)]));
-    byId("system").addEventListener("input", () => this.changed());
+    for (const name of PLAIN) byId(name).addEventListener("input", () => this.changed());
     byId("reset").addEventListener("click", () => {
-      Object.assign(this.settings, { system: "", sampling: {} });
+      Object.assign(this.settings, newSettings());
       this.fill();
       this.onChange();
     });
@@ -35,17 +40,29 @@ export class Settings {
     return input;
   }
 
-  // `defaults` are what the server does without them, where it says.
-  open(settings, defaults) {
+  // `defaults` are what the server does without them, where it says; `problem` is what it said of the last request.
+  open(settings, defaults, problem) {
     this.settings = settings;
+    this.refused = problem?.param ? { [problem.param]: problem.message } : {};
     for (const { name, none } of FIELDS) this.inputs.get(name).placeholder = String(defaults?.[name] ?? none ?? "default");
     this.fill();
     this.dialog.showModal();
   }
 
   fill() {
-    byId("system").value = this.settings.system;
+    for (const name of PLAIN) byId(name)[valueName(name)] = this.settings[name];
     for (const [name, input] of this.inputs) input.value = [this.settings.sampling[name] ?? ""].flat().join(", ");
+    this.showProblems();
+  }
+
+  // Until a field is changed, the server's word about it; then what can be seen without it.
+  showProblems() {
+    const found = { ...this.refused, ...settingProblems(this.settings) };
+    for (const [name, params] of Object.entries(NOTES)) {
+      const problem = params.map((param) => found[param]).find(Boolean);
+      byId(`${name}-note`).textContent = problem ?? "";
+      byId(name).setAttribute("aria-invalid", String(Boolean(problem)));
+    }
   }
 
   changed() {
@@ -56,9 +73,14 @@ export class Settings {
       if (!text || !input.checkValidity()) continue;
       sampling[name] = isText ? text.split(",").map((each) => each.trim()).filter(Boolean) : Number(text);
     }
-    Object.assign(this.settings, { system: byId("system").value, sampling });
+    Object.assign(this.settings, { sampling });
+    for (const name of PLAIN) this.settings[name] = byId(name)[valueName(name)];
+    this.refused = {};
+    this.showProblems();
     this.onChange();
   }
 }
 
-export const numSet = (settings) => Object.keys(settings.sampling).length + (settings.system.trim() ? 1 : 0);
+const valueName = (name) => (name === "logprobs" ? "checked" : "value");
+
+export const numSet = (settings) => Object.keys(settings.sampling).length + ["system", "schema", "tools", "logprobs"].filter((name) => String(settings[name] || "").trim()).length;

@@ -37,7 +37,7 @@ function showFigures({ request, tokens, rate, ttft, finish }) {
     ["Tokens", tokens?.toLocaleString("en")],
     ["Tokens per second", rate?.toFixed(1)],
     ["First token", ttft === undefined ? undefined : `after ${ttft.toLocaleString("en")} ms`],
-    ["Ended by", { stop: "the model", length: "the maximum length" }[finish]],
+    ["Ended by", { stop: "the model", length: "the maximum length", tool_calls: "the model, with a call" }[finish]],
   ];
   const shown = rows.filter(([, value]) => value !== undefined);
   byId("story-figures").replaceChildren(...shown.flatMap(([name, value]) => [element("dt", { text: name }), element("dd", { text: value })]));
