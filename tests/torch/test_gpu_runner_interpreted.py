@@ -99,6 +99,8 @@ def generate(
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
+    guided = sum(len(found[number]) for number in list(found)[-3:])
+    assert engine.scheduler.state.counters.masks == guided, "the last three have guides"
     return found
 
 

@@ -100,6 +100,17 @@ def test_random_tokens_make_what_the_schema_says(compiler: GuideCompiler, seed: 
     assert guide.is_over and not guide.error
 
 
+def test_what_was_compiled_is_counted_once() -> None:
+    compiler = GuideCompiler(lambda: VOCABULARY)
+    assert compiler.compiled == (0, 0.0)
+    for _ in range(3):
+        take(compiler, Structure.of({"regex": "a+"}))
+    with pytest.raises(InvalidRequest):
+        take(compiler, Structure.of({"regex": "("}))
+    number, seconds = compiler.compiled
+    assert number == 2 and seconds > 0
+
+
 def test_an_answer_that_may_end_may_be_stopped(compiler: GuideCompiler) -> None:
     guide = take(compiler, Structure.of({"regex": "a+"}))
     assert allowed(guide) == {encode("a")[0]}

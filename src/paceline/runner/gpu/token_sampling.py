@@ -7,6 +7,7 @@ reference sampler, and the device gets the tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.guide import Guide, Mask
-from paceline.core.plan import RowJoins, RowLogprobs
+from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.guide.matcher import fill_masks
 from paceline.runner.gpu.host_rows import DeviceBatch
@@ -68,6 +69,7 @@ class DeviceSampler:
         self.has_logit_rules: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._guided: set[int] = set()  # the same rows
+        self.guided: GuideWork | None = None  # of the last step with guides
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
         self._masks = torch.zeros(
@@ -226,18 +228,23 @@ class DeviceSampler:
     def guide(self, logits: Tensor, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
         """Hide what the guides of rows do not allow, but for the host's rows; returns the masks of those, by place
         among them."""
+        started_s, made_s = time.perf_counter(), 0.0
         guided = np.flatnonzero(self.is_guided[rows])
         places = guided[~self.is_host[rows[guided]]]
         if len(places):
             masks = self._masks[: len(places)]
             fill_masks([guides[row] for row in rows[places].tolist()], masks.numpy().view(np.uint32))
+            made_s = time.perf_counter() - started_s
             mask_logits(
                 logits,
                 masks.to(self._device, non_blocking=True),
                 self._sent(places.tolist(), torch.int32),
             )
+        started_s = time.perf_counter()
         hosts = rows[np.flatnonzero(self.is_host[rows])].tolist()
-        return {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
+        found = {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
+        self.guided = GuideWork(len(guided), made_s + time.perf_counter() - started_s)
+        return found
 
     def sample_on_host(
         self, logits: Tensor, rows: I64, positions: I64, masks: Mapping[int, Mask | None] | None = None
