@@ -100,7 +100,8 @@ def generate(
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
     guided = sum(len(found[number]) for number in list(found)[-3:])
-    assert engine.scheduler.state.counters.masks == guided, "the last three have guides"
+    # The last three have guides, and one that is over may have a mask for a token that is dropped.
+    assert guided <= engine.scheduler.state.counters.masks <= guided + 3
     return found
 
 
