@@ -122,6 +122,14 @@ def test_an_answer_that_may_end_may_be_stopped(compiler: GuideCompiler) -> None:
     assert guide.is_over and not guide.error
 
 
+def test_a_rule_that_turns_out_endless_is_too_complex(compiler: GuideCompiler) -> None:
+    guide = take(compiler, Structure.of({"grammar": 'start: ("b" | "c") a\na: "a" a'}))
+    guide.consume(encode("b"))
+    guide.consume(guide.forced()[:1])
+    guide.mask()
+    assert guide.error == "grammar_too_complex"
+
+
 def test_what_is_certain_is_known(compiler: GuideCompiler) -> None:
     guide = take(compiler, Structure.of({"regex": r"\{\"name\":(true|1)"}))
     assert text_of(guide.forced()) == '{"name":'

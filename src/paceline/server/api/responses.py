@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -53,10 +52,11 @@ from paceline.server.errors import UnsupportedParameter, problem_of
 from paceline.server.generate.generation import Delta, Generation, Usage
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
+from paceline.text.messages import INPUT
 from paceline.text.reasoning import Reasoned
 from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
-from paceline.text.tools.use import INPUT
+from paceline.text.tools.use import text_input
 
 RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
@@ -438,15 +438,6 @@ def part_of(kind: str, text: str) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def text_input(arguments: str) -> str:
-    """What a custom tool was called with."""
-    try:
-        given = json.loads(arguments or "{}").get(INPUT, "")
-    except ValueError:  # the answer broke off inside
-        return ""
-    return given if isinstance(given, str) else ""
 
 
 def _usage(usage: Usage) -> Json:
