@@ -348,6 +348,7 @@ def test_results_sent_back_by_anthropic_clients() -> None:
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "tool_result", "tool_use_id": "c1", "is_error": True},
                 {"type": "text", "text": "and?"},
             ],
         },
@@ -357,7 +358,8 @@ def test_results_sent_back_by_anthropic_clients() -> None:
     )
     prompt = prompt_of(api)
     assert '<think>Hm.</think>c1={"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
-    assert "<|start|>tool\nsunny<|end|>\n<|start|>user\nand?<|end|>" in prompt
+    results = "<|start|>tool\nsunny<|end|>\n<|start|>tool\nerror<|end|>\n"
+    assert results + "<|start|>user\nand?<|end|>" in prompt
     assert prompt.endswith("<think></think>")
 
 

@@ -22,7 +22,7 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.generation_route import GenerationRoute
+from paceline.server.api.generation_route import GenerationRoute, PartsWriter
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -49,7 +49,7 @@ from paceline.server.api.tool_fields import (
 )
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
-from paceline.server.generate.generation import Delta, Generation, Usage
+from paceline.server.generate.generation import Generation, Usage
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
 from paceline.text.messages import INPUT
@@ -232,31 +232,15 @@ class Response:
         }
 
 
-class ResponseEvents:
+class ResponseEvents(PartsWriter):
     """Events of one response, numbered, in the order of the API: its items, one after the other."""
 
     def __init__(self, generation: Generation, response: Response) -> None:
-        self._generation = generation
+        super().__init__(generation)
         self._response = response
-        self._has_begun = False
-        self._output: CompletionOutput | None = None
         self._number = 0
         self._items: list[Json] = []  # those that are complete
         self._open: _OpenItem | None = None
-
-    def write(self, deltas: list[Delta]) -> bytes:
-        frames: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            body = self._response.shown("in_progress", [], None)
-            frames.append(self._event("response.created", {"response": body}))
-            frames.append(self._event("response.in_progress", {"response": body}))
-        for delta in deltas:
-            for part in delta.parts:
-                self._write_part(part, frames)
-            if delta.has_ended:
-                self._output = delta.output
-        return b"".join(frames)
 
     def end(self) -> bytes:
         assert self._output is not None
@@ -274,6 +258,11 @@ class ResponseEvents:
         fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         event = {"type": "error", "sequence_number": self._number, **fields}
         return b"event: error\ndata: %b\n\n" % _encode(event)
+
+    def _write_head(self, frames: list[bytes]) -> None:
+        body = self._response.shown("in_progress", [], None)
+        frames.append(self._event("response.created", {"response": body}))
+        frames.append(self._event("response.in_progress", {"response": body}))
 
     def _write_part(self, part: AnswerEvent, frames: list[bytes]) -> None:
         match part:
