@@ -82,6 +82,7 @@ class ScriptedMaker:
     """Makes guides at once."""
 
     objection = ""
+    compiled = (0, 0.0)
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -159,6 +160,7 @@ class FakeGuideMaker:
     """Makes guides, sometimes only when it has been asked again."""
 
     objection = ""
+    compiled = (0, 0.0)
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

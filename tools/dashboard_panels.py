@@ -200,6 +200,34 @@ OPERATOR = Board(
             ),
         ),
         (
+            "Structured output and tools",
+            (
+                Panel(
+                    title="Structured answers by outcome",
+                    text="Unfinished answers ended by their length or otherwise; errors of the grammar should be zero.",
+                    queries=(Query(expr=rate("structured_requests", "outcome"), legend="{{outcome}}"),),
+                    unit="reqps",
+                    stacked=True,
+                ),
+                Panel(
+                    title="Making masks and compiling",
+                    text="Seconds a second. Structures are compiled beside the steps, masks inside them.",
+                    queries=(
+                        Query(expr=rate("structured_mask_seconds"), legend="masks"),
+                        Query(expr=rate("structured_compile_seconds"), legend="compiling"),
+                    ),
+                    unit="percentunit",
+                ),
+                Panel(
+                    title="Tool calls by outcome",
+                    text="Incomplete calls were cut off; text only looked like a call.",
+                    queries=(Query(expr=rate("tool_calls", "outcome"), legend="{{outcome}}"),),
+                    unit="reqps",
+                    stacked=True,
+                ),
+            ),
+        ),
+        (
             "Cost and health",
             (
                 Panel(

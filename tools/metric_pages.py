@@ -39,6 +39,7 @@ VLLM = frozenset(
         *("request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
         *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
         *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
         *("estimated_flops_per_gpu", "estimated_read_bytes_per_gpu", "estimated_write_bytes_per_gpu"),
     }
 )

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from paceline import LLM
 from paceline.core.counters import Counters, CPUWork
+from paceline.core.plan import StepPlan
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
 from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
-from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
 from paceline.runner.drafts import Drafter
 from paceline.runner.native.step import NativeStep
 from tests.bits import Circumstances, Oracle, Prompt, always_draft, differences
@@ -135,6 +136,31 @@ def test_every_parameter_gives_the_same_tokens(depth: int) -> None:
     assert found == expected
     assert counters.accepted_tokens > 100 and counters.draft_tokens > counters.accepted_tokens + 50
     assert {each.reason for each in expected} == {FinishReason.LENGTH, FinishReason.STOP}
+
+
+class NoGuesses(Oracle):
+    """What a guide forces is all that is drafted."""
+
+    def propose(self, rows: DeviceRows, plan: StepPlan, at: NDArray[np.int64]) -> Drafts | None:
+        return None
+
+
+def test_masks_and_forced_tokens_are_counted() -> None:
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 400)
+    step = NativeStep(model("plain"), config, host_code(), 1)
+    sampling = SamplingParams(max_tokens=40, seed=1, temperature=0.9)
+    guided = replace(sampling, structured_outputs=structure(4, 33))
+    texts = [(5, 6, 7), (8, 9)]
+    try:
+        plain = answer(step, texts, [sampling, guided], None)[1]
+        forced = answer(step, texts, [sampling, guided], NoGuesses([]))[1]
+        free = answer(step, texts, [sampling, sampling], NoGuesses([]))[1]
+    finally:
+        step.close()
+    assert (plain.masks, plain.forced_tokens) == (33, 0) and plain.mask_s > 0
+    assert forced.forced_tokens == forced.accepted_tokens > 5
+    assert forced.masks == 33 - forced.accepted_tokens + forced.draft_tokens and forced.mask_s > 0
+    assert (free.masks, free.mask_s, free.forced_tokens) == (0, 0.0, 0)
 
 
 class FixedLogits:

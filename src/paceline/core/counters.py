@@ -9,10 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from paceline.core.events import Rule
 from paceline.core.plan import StepPlan
 
 # Upper ends of the buckets that steps are counted in by their tokens.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# What became of the structure of a request: `unfinished` ended otherwise, such as by its length.
+COMPLETE, UNFINISHED = "complete", "unfinished"
+STRUCTURE_OUTCOMES = (COMPLETE, UNFINISHED, Rule.GRAMMAR_ERROR.value, Rule.GRAMMAR_TOO_COMPLEX.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,12 @@ class Counters:
     drafts: int = 0  # rows of steps that had guessed tokens verified
     draft_tokens: int = 0  # guessed tokens verified
     accepted_tokens: int = 0  # of these, right and delivered
+    masks: int = 0  # of tokens that may come next, made for rows with a guide
+    mask_s: float = 0.0
+    forced_tokens: int = 0  # of the accepted drafts, those that a guide was certain of
+    compiled: int = 0  # structures
+    compile_s: float = 0.0
+    structures: dict[str, int] = field(default_factory=dict)  # requests with one that have ended, by outcome
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
 
     def planned(self, plan: StepPlan, occupied_rows: int) -> None:

@@ -62,6 +62,11 @@ class GuideMaker(Protocol):
         """Why no guides can be made here, in a sentence with what to do about it; empty: they can."""
         ...
 
+    @property
+    def compiled(self) -> tuple[int, float]:
+        """How many structures have been compiled, and in how many seconds."""
+        ...
+
     def take(self, structure: Structure) -> Guide | None:
         """A new guide; None while it is being compiled. Raises InvalidRequest for a structure that cannot be."""
         ...

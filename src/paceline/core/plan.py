@@ -216,6 +216,14 @@ class DraftTally(NamedTuple):
     equal: I32
 
 
+class GuideWork(NamedTuple):
+    """What the guides of a step's rows took and brought."""
+
+    masks: int
+    mask_s: float  # making them
+    forced: int = 0  # tokens that a guide was certain of, taken as drafts
+
+
 class StepResult(NamedTuple):
     """What a step gave. The arrays are aligned: entry i speaks of `rows[i]`, one entry for each row that took part."""
 
@@ -233,6 +241,7 @@ class StepResult(NamedTuple):
     verified: I32 = EMPTY  # drafts computed, by row; empty: none
     predicted: I32 = EMPTY  # of these, from the prediction of the row's request; empty: none
     drafts: DraftTally | None = None
+    guided: GuideWork | None = None  # None: no row had a guide
 
 
 class Pending(Protocol):

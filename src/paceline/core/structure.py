@@ -57,7 +57,7 @@ class Structure:
                 param="structured_outputs",
             )
         if self.kind not in ("json_object", "text") and not self.source:
-            raise _refused(f"{self.kind} is empty")
+            raise _refused(f"{_form_of(self.kind)} is empty")
         if self.within is not None and (self.within < 0 or not self.after):
             raise _refused("within is a number of tokens before the marker of after")
         if self.kind in ("json_schema", "choice", "structural_tag"):
@@ -111,11 +111,16 @@ class Structure:
         return replace(self, kind="json_schema", source=source)
 
 
+def _form_of(kind: str) -> str:
+    """The name that a client gives a kind."""
+    return next((form for form, known in FORMS.items() if known == kind), kind)
+
+
 def _check_json(kind: str, source: str) -> None:
     try:
         value = json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"{kind} is not JSON: {error}") from error
+        raise _refused(f"{_form_of(kind)} is not JSON: {error}") from error
     if kind == "choice":
         if (
             not isinstance(value, list)
@@ -124,10 +129,10 @@ def _check_json(kind: str, source: str) -> None:
         ):
             raise _refused("choice is a list of at least one text, none of them empty")
     elif not isinstance(value, dict | bool if kind == "json_schema" else dict):
-        raise _refused(f"{kind} is a JSON object")
+        raise _refused(f"{_form_of(kind)} is a JSON object")
     if _depth(value) > MAX_DEPTH:
         raise GrammarTooComplex(
-            f"structured_outputs: {kind} is nested more than {MAX_DEPTH} levels deep",
+            f"structured_outputs: {_form_of(kind)} is nested more than {MAX_DEPTH} levels deep",
             param="structured_outputs",
         )
 

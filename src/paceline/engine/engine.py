@@ -299,6 +299,7 @@ class Engine:
         self._in_flight.popleft()
         self._failures = 0
         if self.guides:
+            self.guides.count(result.guided)
             self.guides.fail_broken()  # their tokens are not delivered
         known = len(self.scheduler.state.events.tokens)
         self.scheduler.update(result)

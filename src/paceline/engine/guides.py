@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+from paceline.core.counters import COMPLETE, UNFINISHED
 from paceline.core.events import Rule, TokenEvents
 from paceline.core.guide import Guide, GuideMaker
+from paceline.core.plan import GuideWork
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
@@ -46,7 +49,11 @@ class Guides:
         if self._maker is None or self._maker.objection:
             objection = NO_MAKER if self._maker is None else self._maker.objection
             raise InvalidRequest(objection, param="structured_outputs")
-        return self._maker.take(structure)
+        try:
+            return self._maker.take(structure)
+        finally:
+            counters = self._scheduler.state.counters
+            counters.compiled, counters.compile_s = self._maker.compiled
 
     def add(self, requests: Sequence[Request], guide: Guide | None) -> None:
         """Requests of one structure have come; None: it is being compiled."""
@@ -68,13 +75,13 @@ class Guides:
         for request_id, structure in list(self._waiting.items()):
             request = requests.get(request_id)
             if request is None or request.state is not RequestState.BLOCKED:
-                del self._waiting[request_id]
+                self._end(self._waiting, request_id, UNFINISHED)
                 continue
             try:
                 guide = self.check(structure)
             except InvalidRequest as error:
                 _logger.warning("request %d: %s", request_id, error)
-                del self._waiting[request_id]
+                self._end(self._waiting, request_id, Rule.GRAMMAR_ERROR.value)
                 self._scheduler.fail(request_id, Rule.GRAMMAR_ERROR.value)
                 continue
             if guide is not None:
@@ -89,7 +96,7 @@ class Guides:
         for request_id, guide in list(self._guides.items()):
             request = requests.get(request_id)
             if request is None:
-                del self._guides[request_id]
+                self._end(self._guides, request_id, UNFINISHED)
             elif request.row != NO_ROW:
                 found[request.row] = guide
         return found
@@ -98,8 +105,16 @@ class Guides:
         """End requests whose guide cannot continue, before their next token is delivered."""
         for request_id, guide in list(self._guides.items()):
             if guide.error:
-                del self._guides[request_id]
+                self._end(self._guides, request_id, guide.error)
                 self._scheduler.fail(request_id, guide.error)
+
+    def count(self, work: GuideWork | None) -> None:
+        """A step is done."""
+        if work is not None:
+            counters = self._scheduler.state.counters
+            counters.masks += work.masks
+            counters.mask_s += work.mask_s
+            counters.forced_tokens += work.forced
 
     def advance(self, delivered: Sequence[TokenEvents]) -> None:
         """Tokens have been delivered."""
@@ -118,10 +133,16 @@ class Guides:
             for place in own:
                 guides[requests[place]].consume((tokens[place],))
         for request_id, number in last.items():  # no token comes behind the end of a structure
-            if guides[request_id].is_over:
+            is_over = guides[request_id].is_over
+            if is_over:
                 self._scheduler.finish_at(request_id, number + 1)
             if request_id not in self._scheduler.state.requests:
-                del guides[request_id]
+                self._end(guides, request_id, COMPLETE if is_over else UNFINISHED)
+
+    def _end(self, among: dict[RequestId, Any], request_id: RequestId, outcome: str) -> None:
+        del among[request_id]
+        counts = self._scheduler.state.counters.structures
+        counts[outcome] = counts.get(outcome, 0) + 1
 
     def end_reasoning(self, request_id: RequestId) -> bool:
         guide = self._guides.get(request_id)

@@ -20,11 +20,13 @@ from typing import Any
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex, InvalidRequest
 from paceline.guide.grammar import grammar_of
+from paceline.guide.matcher import TOO_MANY
 
 _logger = logging.getLogger("paceline")
 
 FIELD = "structured_outputs"
 MAX_SENTENCE = 300
+ENDLESS = "needs itself without end, so that no answer is ever complete"
 MAX_IGNORED = 16
 LIBRARY = "llguidance"
 # Memory of the process that checks: what needs more is too complex.
@@ -33,6 +35,8 @@ _LOOK_FOR_PLACE_S = 0.2
 # Said of control tokens, which only the engine's tokenizer knows.
 _NO_TOKENIZER = "no tokenizer"
 _TOO_MUCH = re.compile(r"(schema|grammar|parser|lexer)\b.* too (large|big|complex|deep)|limit exceeded", re.I)
+_LINE = re.compile(r"^at \d+\(\d+\): ")  # of the grammar that a structure becomes
+_DRAWN = re.compile(r"\s*(\d+ \|.*|\^+)\s*")  # a line of a grammar with its number, and what points into it
 _NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -94,9 +98,11 @@ def verdict_of(structure: Structure) -> Verdict:
     is_wrong, notes = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
         sentence = notes[0] if notes else "it does not compile"
+        if structure.kind not in ("lark", "gbnf"):
+            sentence = _LINE.sub("", sentence)
         return _failed(sentence, place=_place_of(structure, sentence))
     if endless := _endless(structure):
-        return _failed(f"{endless} needs itself without end, so that no answer is ever complete")
+        return _failed(f"{endless} {ENDLESS}")
     has_control_tokens = any(note.startswith(_NO_TOKENIZER) for note in notes)
     if not has_control_tokens and (fault := _first_mask_fault(grammar)):
         return _failed(fault)
@@ -113,8 +119,9 @@ def _known_verdict(structure: Structure) -> Verdict:
 
 
 def _failed(sentence: str, *, place: str = "") -> Verdict:
-    """A sentence of llguidance may draw its place over several lines; the first say what is wrong."""
-    said = " ".join(sentence.split())[: MAX_SENTENCE - len(place) - 5]
+    """A sentence of llguidance may draw its place below; that is left out, for a client does not know those lines."""
+    lines = (line for line in sentence.splitlines() if not _DRAWN.fullmatch(line))
+    said = " ".join(" ".join(lines).split())[: MAX_SENTENCE - len(place) - 5]
     return Verdict(error=f"{said} (at {place})" if place else said, too_complex=bool(_TOO_MUCH.search(said)))
 
 
@@ -127,7 +134,10 @@ def _first_mask_fault(grammar: str) -> str:
         return str(matcher.get_error())
     matcher.compute_bitmask()
     if not matcher.is_error():
-        return ""
+        forced = matcher.compute_ff_tokens()
+        matcher.consume_tokens(forced[:1])
+        matcher.compute_bitmask()
+        return f"a rule {ENDLESS}" if forced and TOO_MANY in matcher.get_error() else ""
     sentence = str(matcher.get_error()).partition("<state>")[0]  # behind it come counters
     return "no answer can match it" if sentence.startswith("NoExtension") else sentence
 

@@ -6,6 +6,7 @@ structure comes; the engine goes on meanwhile. What is kept is a guide that has 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,7 @@ class GuideCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")
         self._compiler: GrammarCompiler | None = None  # the thread's
         self._vocabulary: Vocabulary | None = None
+        self.compiled = (0, 0.0)  # the thread's
 
     def take(self, structure: Structure) -> Guide | None:
         if self.objection:
@@ -73,6 +75,14 @@ class GuideCompiler:
 
     def _make(self, structure: Structure) -> Guide:
         """In the thread."""
+        started_s = time.perf_counter()
+        try:
+            return self._made(structure)
+        finally:
+            number, total_s = self.compiled
+            self.compiled = (number + 1, total_s + time.perf_counter() - started_s)
+
+    def _made(self, structure: Structure) -> Guide:
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         vocabulary = self._vocabulary

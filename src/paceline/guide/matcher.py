@@ -29,6 +29,7 @@ _EVERYTHING = 0xFFFFFFFF
 MOST_THREADS = 32
 MANY = 16  # guides, from which on it pays to move them on side by side
 _LIMITS = ("ParserTooComplex", "LexerTooComplex")
+TOO_MANY = "Too many items"  # said of a rule that needs itself without end, or of very many
 
 
 def is_installed() -> bool:
@@ -108,7 +109,8 @@ class Matcher:
     def error(self) -> str:
         if not self.failed:
             return ""
-        return TOO_COMPLEX if self.matcher.stop_reason() in _LIMITS else GRAMMAR_ERROR
+        is_limit = self.matcher.stop_reason() in _LIMITS or TOO_MANY in self.matcher.get_error()
+        return TOO_COMPLEX if is_limit else GRAMMAR_ERROR
 
     def look(self) -> bool:
         """Whether it has failed, after something was asked of `matcher`."""

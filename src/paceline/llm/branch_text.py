@@ -6,7 +6,7 @@ completed it, and later tokens are dropped; the owner of the branch tells the en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason
@@ -59,6 +59,10 @@ class BranchText:
     @property
     def has_text(self) -> bool:
         return self._stream is not None
+
+    @property
+    def call_outcomes(self) -> Mapping[str, int]:
+        return {} if self._reader is None else self._reader.call_outcomes
 
     def push(self, tokens: list[int], *, ends_with_stop_token: bool = False) -> str:
         """The text these tokens made certain; sets `cut_at` when they complete a stop string."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from paceline.core.sampling import SamplingParams
-from paceline.errors import EngineFailed
+from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check
 from paceline.llm.arguments import split_arguments, unsupported_method
@@ -22,6 +22,7 @@ from paceline.llm.prompts import (
 )
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.grammar import with_tool_named
 
 _logger = logging.getLogger("paceline")
 
@@ -67,7 +68,10 @@ class Frontend:
         chat, ids = self._chat.render(messages, structure=sampling.structured_outputs, **template)
         use = template.get("use")
         if use is not None and use.follows_schemas and chat.structure is not None:
-            check(chat.structure, "tools")
+            try:
+                check(chat.structure, "tools")
+            except InvalidRequest as error:
+                raise with_tool_named(error, chat.structure, use) from None
         return prepared_chat(self._reader, chat, ids, sampling)
 
     def fork(self, name: str, branch: int, count: int) -> list[int]:

@@ -25,6 +25,7 @@ from paceline.core.plan import (
     EMPTY,
     RUNNING_ON,
     STOPPED,
+    GuideWork,
     RowLogprobs,
     StepPlan,
     StepResult,
@@ -175,7 +176,7 @@ class CPURunner:
         places = _Places.of(batch, due, verified)
         good, settled = self._forward(batch, places)
         finite = self._finite_rows(batch, good, verified)
-        masks = self._masks(batch, places, guides) if self._guided else None
+        masks, mask_s = self._masks(batch, places, guides) if self._guided else (None, 0.0)
         drawn = self._sample(batch, places, finite, good, settled, plan.draft_width, masks)
         logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
@@ -203,6 +204,7 @@ class CPURunner:
             verified=EMPTY if verified is None else verified.astype(np.int32),
             predicted=_predicted(drafts, len(at)),
             drafts=tally,
+            guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced)) if masks else None,
         )
 
     def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:
@@ -217,8 +219,10 @@ class CPURunner:
 
     def _masks(
         self, batch: FlatBatch, places: _Places, guides: Mapping[int, Guide]
-    ) -> dict[int, Mask | None]:
-        """What the guides of rows that get a token allow there and behind their drafts, by place."""
+    ) -> tuple[dict[int, Mask | None], float]:
+        """What the guides of rows that get a token allow there and behind their drafts, by place, and the seconds
+        it took."""
+        started_s = time.perf_counter()
         rows, masks = self._rows, {}
         for first in places.firsts.tolist():
             row = int(batch.rows[places.row[first]])
@@ -231,7 +235,7 @@ class CPURunner:
             drafts = rows.tokens[row, start : start + count].tolist()
             for place, mask in enumerate(masks_along(guides[row], drafts), first):
                 masks[place] = mask
-        return masks
+        return masks, time.perf_counter() - started_s
 
     def _apply(self, plan: StepPlan) -> None:
         if self._drafter is not None:
@@ -429,6 +433,13 @@ def _predicted(drafts: Drafts | None, num_rows: int) -> I32:
     if drafts is None or drafts.predicted is None:
         return EMPTY
     return _by_row(drafts.predicted, num_rows).astype(np.int32)
+
+
+def _forced(count: I32, is_forced: Bool | None) -> int:
+    """How many tokens came that had to, beside the one that each row draws."""
+    if is_forced is None:
+        return 0
+    return int(np.maximum(count[: len(is_forced)][is_forced] - 1, 0).sum())
 
 
 def _by_group(move: Callable[[int, Index, Index], None], groups: I32, first: I32, second: I32) -> None:

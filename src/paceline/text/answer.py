@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.text.reasoning import Reasoned, ReasoningFormat, ReasoningSplitter
@@ -37,6 +38,11 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         return self._splitter is not None and self._splitter.is_reasoning
+
+    @property
+    def call_outcomes(self) -> Mapping[str, int]:
+        """How many tool calls came to what; empty where there are no tools."""
+        return {} if self._scanner is None else self._scanner.outcomes
 
     @property
     def may_reason(self) -> bool:

@@ -14,6 +14,7 @@ from paceline.errors import InvalidRequest
 
 # Templates write roles into their own markers (`<|` + role + `|>`), so a role is never free text.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+INPUT = "input"  # the one argument of a custom tool, which takes a text
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_MESSAGES = 16_384
 MAX_DEPTH = 32  # of tool definitions and arguments
@@ -99,14 +100,18 @@ def _tool_calls(calls: object, place: str) -> list[object]:
         raise InvalidRequest(f"{place} must be a list", param="messages")
     found: list[object] = []
     for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-            raise InvalidRequest(f"{place}[{index}] must be an object with a function", param="messages")
+        kind = "custom" if isinstance(call, Mapping) and call.get("type") == "custom" else "function"
+        called = call.get(kind) if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(called, Mapping):
+            raise InvalidRequest(f"{place}[{index}] must be an object with a {kind}", param="messages")
         entry: dict[str, object] = {"type": "function"}
         if call.get("id") is not None:
             entry["id"] = _text(call["id"], f"{place}[{index}].id")
-        name = _text(function.get("name"), f"{place}[{index}].function.name")
-        arguments = _arguments(function.get("arguments"), f"{place}[{index}].function.arguments")
+        name = _text(called.get("name"), f"{place}[{index}].{kind}.name")
+        if kind == "custom":  # called with a text: templates know objects
+            arguments: object = {INPUT: _text(called.get(INPUT), f"{place}[{index}].custom.input")}
+        else:
+            arguments = _arguments(called.get("arguments"), f"{place}[{index}].function.arguments")
         entry["function"] = {"name": name, "arguments": arguments}
         found.append(entry)
     return found

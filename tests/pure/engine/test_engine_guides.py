@@ -19,12 +19,15 @@ class Maker:
     """Makes guides when it is told to."""
 
     objection = ""
+    compiled = (0, 0.0)
 
     def __init__(self) -> None:
         self.is_ready = True
         self.refuses = False
 
     def take(self, structure: Structure) -> FakeGuide | None:
+        number, total_s = self.compiled
+        self.compiled = (number + 1, total_s + 0.25)
         if self.refuses:
             raise InvalidRequest("no such grammar")
         return FakeGuide(structure.source) if self.is_ready else None
@@ -108,6 +111,25 @@ def test_a_guide_that_breaks_delivers_no_token_more() -> None:
     guided.run()
     assert guided.endings[request] == (FinishReason.ERROR, "grammar_error")
     assert len(guided.tokens[request]) == 3
+
+
+def test_every_structure_is_counted_by_its_outcome() -> None:
+    guided = GuidedEngine()
+    guided.add("5:7", n=2)
+    guided.add("5:20", max_tokens=6)
+    (left,) = guided.add("5:21")
+    guided.add("8:20")  # breaks
+    guided.step(4)
+    guided.engine.abort(left)
+    guided.maker.is_ready = False
+    (gone,) = guided.add("5:8")
+    guided.engine.abort(gone)
+    guided.add("5:9")
+    guided.maker.refuses = True
+    guided.run()
+    counters = guided.engine.scheduler.state.counters
+    assert counters.structures == {"complete": 2, "unfinished": 3, "grammar_error": 2}
+    assert (counters.compiled, counters.compile_s) == guided.maker.compiled and counters.compiled > 5
 
 
 def test_branches_of_a_running_request_go_on_from_where_it_is() -> None:

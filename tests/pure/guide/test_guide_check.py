@@ -52,6 +52,8 @@ def schema(value: Any, **more: Any) -> Structure:
         (Structure(kind="regex", source="a(?=b)"), "look-around"),
         (Structure(kind="regex", source="["), "unclosed"),
         (Structure(kind="lark", source='start: start "a"'), "no answer"),
+        (Structure(kind="lark", source='start: "a" start'), "without end"),
+        (Structure(kind="gbnf", source='root ::= "(" root ")"'), "without end"),
         (Structure(kind="lark", source="start: missing"), "missing"),
         (Structure(kind="lark", source='begin: "a"'), "start"),
         (Structure(kind="gbnf", source="root ::= ("), "read"),
@@ -96,6 +98,13 @@ def test_the_place_in_a_schema() -> None:
     bad = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strin"}}}}
     with pytest.raises(InvalidRequest, match=r"at /properties/a/items\)$"):
         check(schema(bad))
+
+
+def test_a_sentence_shows_nothing_of_the_grammar_that_a_structure_becomes() -> None:
+    assert verdict_of(Structure(kind="regex", source="(a")).error == (
+        'invalid regex "(a" (in regex): regex parse error: (a error: unclosed group'
+    )
+    assert verdict_of(Structure(kind="lark", source="start: b")).error == 'at 1(8): unknown name: "b"'
 
 
 def test_sentences_are_short() -> None:

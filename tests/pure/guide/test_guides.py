@@ -100,6 +100,17 @@ def test_random_tokens_make_what_the_schema_says(compiler: GuideCompiler, seed: 
     assert guide.is_over and not guide.error
 
 
+def test_what_was_compiled_is_counted_once() -> None:
+    compiler = GuideCompiler(lambda: VOCABULARY)
+    assert compiler.compiled == (0, 0.0)
+    for _ in range(3):
+        take(compiler, Structure.of({"regex": "a+"}))
+    with pytest.raises(InvalidRequest):
+        take(compiler, Structure.of({"regex": "("}))
+    number, seconds = compiler.compiled
+    assert number == 2 and seconds > 0
+
+
 def test_an_answer_that_may_end_may_be_stopped(compiler: GuideCompiler) -> None:
     guide = take(compiler, Structure.of({"regex": "a+"}))
     assert allowed(guide) == {encode("a")[0]}
@@ -109,6 +120,14 @@ def test_an_answer_that_may_end_may_be_stopped(compiler: GuideCompiler) -> None:
     assert guide.is_over and not guide.error
     guide.consume(encode("b"))  # was on its way
     assert guide.is_over and not guide.error
+
+
+def test_a_rule_that_turns_out_endless_is_too_complex(compiler: GuideCompiler) -> None:
+    guide = take(compiler, Structure.of({"grammar": 'start: ("b" | "c") a\na: "a" a'}))
+    guide.consume(encode("b"))
+    guide.consume(guide.forced()[:1])
+    guide.mask()
+    assert guide.error == "grammar_too_complex"
 
 
 def test_what_is_certain_is_known(compiler: GuideCompiler) -> None:

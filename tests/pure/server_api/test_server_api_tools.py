@@ -348,6 +348,7 @@ def test_results_sent_back_by_anthropic_clients() -> None:
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "tool_result", "tool_use_id": "c1", "is_error": True},
                 {"type": "text", "text": "and?"},
             ],
         },
@@ -357,7 +358,8 @@ def test_results_sent_back_by_anthropic_clients() -> None:
     )
     prompt = prompt_of(api)
     assert '<think>Hm.</think>c1={"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
-    assert "<|start|>tool\nsunny<|end|>\n<|start|>user\nand?<|end|>" in prompt
+    results = "<|start|>tool\nsunny<|end|>\n<|start|>tool\nerror<|end|>\n"
+    assert results + "<|start|>user\nand?<|end|>" in prompt
     assert prompt.endswith("<think></think>")
 
 
@@ -463,6 +465,28 @@ def test_a_custom_tool_takes_a_text() -> None:
     api.ask(RESPONSES, {"input": "hi", "tools": [{**CUSTOM, "format": form}]})
     found_rules = structure_of(api)
     assert found_rules is not None and "^(?:[a-z]+)$" in found_rules.source
+
+
+def test_a_custom_tool_of_a_chat() -> None:
+    body = {"messages": ASKED, "tools": [{"type": "custom", "custom": {"name": "run"}}, TOOL]}
+    message = tool_api(said(RUN + CALL)).ask(CHAT, body)["choices"][0]["message"]
+    custom, function = message["tool_calls"]
+    assert custom["type"] == "custom" and custom["custom"] == {"name": "run", "input": 'print("x")'}
+    assert function["type"] == "function" and json.loads(function["function"]["arguments"]) == {
+        "city": "Paris"
+    }
+    events = chunks(tool_api(said(*letters(RUN + CALL))).stream(CHAT, body))
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    first = [call for call in calls if call["index"] == 0]
+    assert [call["custom"] for call in first] == [{"name": "run", "input": ""}, {"input": 'print("x")'}]
+    assert "".join(call["function"]["arguments"] for call in calls if call["index"]) == '{"city": "Paris"}'
+    api = tool_api()
+    answered = [message, {"role": "tool", "tool_call_id": custom["id"], "content": "x"}]
+    api.ask(CHAT, {**body, "messages": [*ASKED, *answered]})
+    assert f'{custom["id"]}={{"name": "run", "arguments": {{"input": "print(\\"x\\")"}}' in prompt_of(api)
+    bad = {"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}
+    with pytest.raises(InvalidRequest, match=r"tool_calls\[0\] must be an object with a custom"):
+        api.ask(CHAT, {**body, "messages": [*ASKED, bad]})
 
 
 def test_outputs_sent_back_by_responses_clients() -> None:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cli.serve.view import LoadingLine, card_lines, show_card
+from paceline.core.counters import Counters
 from paceline.process.client import EngineState, EngineStats
 from paceline.process.frames import Loading
 from paceline.server.generate.request_record import RequestRecord
@@ -45,7 +46,13 @@ def page_of(client: FakeClient, requests: RequestMetrics, http: HttpMetrics) -> 
 def samples(page: MetricsPage) -> dict[tuple[str, str], float]:
     families = text_string_to_metric_families(page.render().decode())
     return {
-        (sample.name, sample.labels.get("le") or sample.labels.get("finished_reason") or ""): sample.value
+        (
+            sample.name,
+            sample.labels.get("le")
+            or sample.labels.get("finished_reason")
+            or sample.labels.get("outcome")
+            or "",
+        ): sample.value
         for family in families
         for sample in family.samples
     }
@@ -87,6 +94,24 @@ def test_the_page_shows_what_happened() -> None:
     assert found["paceline:request_inference_time_seconds_sum", ""] == 1.5
     assert found["paceline:request_prefill_kv_computed_tokens_sum", ""] == 3
     assert requests.under_way == 0
+
+
+def test_the_page_shows_structures_and_tool_calls() -> None:
+    client, requests = FakeClient(), RequestMetrics()
+    counters = Counters(masks=5, mask_s=0.25, forced_tokens=3, compiled=2, compile_s=0.5)
+    counters.structures = {"complete": 4, "grammar_error": 1}
+    client.stats = EngineStats(counters=counters)
+    for _ in range(2):
+        made = record(finish_reason="stop", tool_calls={"complete": 2, "text": 1})
+        requests.started(made)
+        requests.finished(made)
+    found = samples(page_of(client, requests, HttpMetrics()))
+    expected = {"masks": 5, "mask_seconds": 0.25, "forced_tokens": 3, "compiles": 2, "compile_seconds": 0.5}
+    assert {name: found[f"paceline:structured_{name}_total", ""] for name in expected} == expected
+    outcomes = ("complete", "unfinished", "grammar_error", "grammar_too_complex")
+    assert [found["paceline:structured_requests_total", name] for name in outcomes] == [4, 0, 1, 0]
+    calls = ("complete", "incomplete", "text")
+    assert [found["paceline:tool_calls_total", name] for name in calls] == [4, 0, 2]
 
 
 def test_gauges_are_read_when_asked() -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
+from paceline.guide.check import check
 from paceline.text.tools.formats import FORMATS, Shape, ToolFormat, marker_ids
-from paceline.text.tools.grammar import behind_reasoning, tool_structure
+from paceline.text.tools.grammar import behind_reasoning, tool_structure, with_tool_named
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 from paceline.text.tools.use import Tool, ToolUse
 from tests.pure.text.tool_fixtures import SCHEMAS, scanned
@@ -175,6 +176,43 @@ def test_at_most_one_call_where_parallel_ones_are_forbidden(row: ToolFormat) -> 
         one = walk(structure, f"{row.name}{seed}", begin)
         assert len(checked_calls(row, one)) == 1
         assert not allows(structure, one + row.separator + row.begin + row.call_begin + "x")
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "is_taken"),
+    [
+        (OPEN, '{"a": 1}', True),
+        (OPEN, '{"b": 1}', False),
+        (OPEN | {"additionalProperties": True}, '{"b": 1}', True),
+        (OPEN | {"required": ["b"]}, '{"b": 1}', True),
+        (OPEN | {"allOf": [{"properties": {"b": {"type": "integer"}}}]}, '{"b": 1}', True),
+        ({"type": "object"}, '{"b": 1}', True),
+        ({"type": "object", "properties": {}}, '{"b": 1}', False),
+        ({"type": "object", "properties": {}}, "{}", True),
+    ],
+)
+def test_required_calls_have_the_arguments_that_are_named(
+    parameters: dict[str, Any], arguments: str, is_taken: bool
+) -> None:
+    tool = Tool(name="f", parameters=parameters)
+    required = use((tool,), callable_names=frozenset("f"), is_required=True)
+    structure = tool_structure(ROWS["hermes"], required, CONTROL)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert allows(structure, text) == is_taken
+
+
+def test_an_error_names_the_tool() -> None:
+    bad = Tool(name="g", parameters={"type": "object", "properties": {"a": {"type": "bogus"}}})
+    required = use((Tool(name="f", parameters=OPEN), bad), callable_names=frozenset("fg"), is_required=True)
+    structure = tool_structure(ROWS["hermes"], required, CONTROL)
+    with pytest.raises(InvalidRequest) as refused:
+        check(structure, "tools")
+    error = with_tool_named(refused.value, structure, required)
+    assert str(error) == "the parameters of the tool g: failed to compile JSON schema: Invalid type: bogus"
+    assert error.param == "tools"
 
 
 def test_arguments_without_strict_are_any_object() -> None:

@@ -75,6 +75,27 @@ def test_arguments_come_before_a_call_ends() -> None:
     assert one.push('is"') == [CallArguments(0, 'is"')]
 
 
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "outcomes"),
+    [
+        (CALL + CALL, {"complete": 2, "incomplete": 0, "text": 0}),
+        (CALL + CALL[:60], {"complete": 1, "incomplete": 1, "text": 0}),
+        ("Use <tool_call>s: " + CALL, {"complete": 1, "incomplete": 0, "text": 1}),
+        (CALL.replace("weather", "nothing"), {"complete": 0, "incomplete": 0, "text": 1}),
+        ("Hello.", {"complete": 0, "incomplete": 0, "text": 0}),
+    ],
+)
+def test_calls_are_counted_by_outcome(text: str, outcomes: dict[str, int]) -> None:
+    scanner = ToolScanner(row_of("hermes"), SCHEMAS)
+    for character in text:
+        scanner.push(character)
+    scanner.flush()
+    assert scanner.outcomes == outcomes
+
+
 # Text that looks like a call, each with its format.
 HOSTILE = [
     ("hermes", "no call"),

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from paceline.config.engine import EngineConfig
 from paceline.core.guide import Guide
-from paceline.core.plan import AT_LENGTH, RUNNING_ON, STOPPED, RowLogprobs, StepPlan, StepResult, StepTimes
+from paceline.core.plan import (
+    AT_LENGTH,
+    RUNNING_ON,
+    STOPPED,
+    GuideWork,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
@@ -66,13 +75,14 @@ class GPUPending:
     ring: NDArray[np.int32]
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...]]]
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
+    guided: GuideWork | None = None
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
         if self.done is None:  # else no row with a guide gets a token in this step
-            self.done, self.logprobs = self.draw(guides)
+            self.done, self.logprobs, self.guided = self.draw(guides)
 
     def wait(self) -> StepResult:
         assert self.done is not None, "rows with guides draw when these have come"
@@ -103,6 +113,7 @@ class GPUPending:
             copies_done=self.swapped(),
             logprobs=self.logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
+            guided=self.guided,
         )
 
 
@@ -306,9 +317,9 @@ class GPURunner:
 
     def _draw_late(
         self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
-    ) -> tuple[Mark, tuple[RowLogprobs, ...]]:
+    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
         with self._queue.entered():
-            return self._finish(ring, batch, draw, guides)
+            return *self._finish(ring, batch, draw, guides), self._sampler.guided
 
     def _finish(
         self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]

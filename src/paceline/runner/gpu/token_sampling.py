@@ -7,6 +7,7 @@ reference sampler, and the device gets the tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.guide import Guide, Mask
-from paceline.core.plan import RowJoins, RowLogprobs
+from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.guide.matcher import fill_masks
 from paceline.runner.gpu.host_rows import DeviceBatch
@@ -68,6 +69,7 @@ class DeviceSampler:
         self.has_logit_rules: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._guided: set[int] = set()  # the same rows
+        self.guided: GuideWork | None = None  # of the last step with guides
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
         self._masks = torch.zeros(
@@ -230,13 +232,16 @@ class DeviceSampler:
     def load_masks(self, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
         """Ask the guides of the rows that are drawn, and send what they allow to the device, but for the host's rows;
         returns the masks of those, by place among them."""
-        guided = self.is_guided[rows]
-        places = np.flatnonzero(guided & ~self.is_host[rows])
-        count = len(places)
+        is_guided, is_host = self.is_guided[rows], self.is_host[rows]
+        places = np.flatnonzero(is_guided & ~is_host)
+        count, started_s = len(places), time.perf_counter()
         if count:
-            fill_masks(
-                [guides[row] for row in rows[places].tolist()], self._masks[:count].numpy().view(np.uint32)
-            )
+            masks = self._masks[:count].numpy().view(np.uint32)
+            fill_masks([guides[row] for row in rows[places].tolist()], masks)
+        hosts = rows[is_host].tolist() if is_host.any() else []
+        of_hosts = {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
+        self.guided = GuideWork(count + len(of_hosts), time.perf_counter() - started_s)
+        if count:
             self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
         mask_of = np.full(len(self._mask_of), -1, np.int32)
         mask_of[places] = np.arange(count)
@@ -244,10 +249,7 @@ class DeviceSampler:
         if not np.array_equal(known, mask_of):
             known[:] = mask_of
             self._device_mask_of.copy_(self._mask_of, non_blocking=True)
-        if not self.is_host[rows].any():
-            return {}
-        hosts = rows[np.flatnonzero(self.is_host[rows])].tolist()
-        return {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
+        return of_hosts
 
     def hide(self, logits: Tensor) -> None:
         """Hide what the guides of rows do not allow, as the masks that were loaded last say."""

@@ -27,7 +27,7 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.generation_route import GenerationRoute
+from paceline.server.api.generation_route import GenerationRoute, PartsWriter
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -50,7 +50,7 @@ from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
 from paceline.server.api.tool_fields import anthropic_tool_fields, read_anthropic_thinking
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
-from paceline.server.generate.generation import Delta, Generation, Usage
+from paceline.server.generate.generation import Generation, Usage
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
@@ -130,7 +130,8 @@ def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     content = block.get("content", "")
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequest(f"{place}.tool_use_id must be a text", param="messages")
-    text = "" if content in ("", [], None) else _text(content, f"{place}.content")
+    nothing = "error" if block.get("is_error") is True else ""  # a model is to know that it failed
+    text = nothing if content in ("", [], None) else _text(content, f"{place}.content")
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
 
 
@@ -171,32 +172,16 @@ _DELTAS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 _DELTA_TYPES = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
-class MessageEvents:
+class MessageEvents(PartsWriter):
     """Events of one message, in the order of the API: its blocks, one after the other."""
 
     def __init__(self, generation: Generation, body: ParsedBody, id: str) -> None:
-        self._generation = generation
+        super().__init__(generation)
         self._body = body
         self._id = id
-        self._has_begun = False
-        self._output: CompletionOutput | None = None
         self._kind = ""  # of the block that is open
         self._index = -1  # of that block
         self._before = b""  # what stands before the content of its deltas
-
-    def write(self, deltas: list[Delta]) -> bytes:
-        frames: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            usage = replace(self._generation.usage, receipt=None)  # it belongs to the end
-            message = _message(self._id, self._body.model, [], None, usage)
-            frames.append(_event("message_start", {"message": message}))
-        for delta in deltas:
-            for part in delta.parts:
-                self._write_part(part, frames)
-            if delta.has_ended:
-                self._output = delta.output
-        return b"".join(frames)
 
     def end(self) -> bytes:
         frames: list[bytes] = []
@@ -210,6 +195,11 @@ class MessageEvents:
 
     def error_frame(self, error: BaseException) -> bytes:
         return b"event: error\ndata: %b\n\n" % anthropic_body(problem_of(error))
+
+    def _write_head(self, frames: list[bytes]) -> None:
+        usage = replace(self._generation.usage, receipt=None)  # it belongs to the end
+        message = _message(self._id, self._body.model, [], None, usage)
+        frames.append(_event("message_start", {"message": message}))
 
     def _write_part(self, part: AnswerEvent, frames: list[bytes]) -> None:
         match part:

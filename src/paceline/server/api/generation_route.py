@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from paceline.llm.outputs import RequestOutput
+from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.server.api.fields import FieldTable, ignored_header
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation
 from paceline.server.generate.service import Service
+from paceline.text.answer import AnswerEvent
 
 DONE = b"data: [DONE]\n\n"
 INLINE_ENTRIES = 500  # logprobs of more tokens are written beside the event loop
@@ -34,6 +35,34 @@ class FrameWriter(Protocol):
 
     def error_frame(self, error: BaseException) -> bytes:
         """An error inside a stream that has begun."""
+
+
+class PartsWriter:
+    """What APIs share that show an answer as its parts, one after the other, and have one branch."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._has_begun = False
+        self._output: CompletionOutput | None = None
+
+    def write(self, deltas: list[Delta]) -> bytes:
+        frames: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            self._write_head(frames)
+        for delta in deltas:
+            for part in delta.parts:
+                self._write_part(part, frames)
+            if delta.has_ended:
+                self._output = delta.output
+        return b"".join(frames)
+
+    def _write_head(self, frames: list[bytes]) -> None:
+        """What comes before the first part."""
+        raise NotImplementedError
+
+    def _write_part(self, part: AnswerEvent, frames: list[bytes]) -> None:
+        raise NotImplementedError
 
 
 class EventStream(AsyncGenerator[bytes, None]):

@@ -13,7 +13,8 @@ from paceline.server.generate.generation import Usage
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools.scanner import CallArguments, CallBegin, Said
+from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
+from paceline.text.tools.use import ToolUse, text_input
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -35,7 +36,7 @@ def chat_body(
     for part in output.outputs:
         choice: Json = {
             "index": part.index,
-            "message": _message(part),
+            "message": _message(part, parsed.tools),
             "logprobs": None,
             "finish_reason": finish_reason(part),
             "stop_reason": part.stop_reason,
@@ -84,7 +85,7 @@ def finish_reason(output: CompletionOutput) -> str | None:
     return "tool_calls" if output.tool_calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _message(output: CompletionOutput) -> Json:
+def _message(output: CompletionOutput, tools: ToolUse | None) -> Json:
     """The answer, with calls and reasoning where it has some."""
     message: Json = {"role": "assistant", "content": output.text, "refusal": None}
     if output.reasoning is not None:
@@ -92,29 +93,45 @@ def _message(output: CompletionOutput) -> Json:
     if output.tool_calls:
         message["content"] = output.text or None
         message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in output.tool_calls
+            {"id": call.id, **_called(tools, call.name, call.arguments)} for call in output.tool_calls
         ]
     return message
 
 
-def chat_delta(part: AnswerEvent) -> Json | None:
-    """What a chunk says of a part of an answer; None where it has nothing to say."""
-    match part:
-        case Said(text):
-            return {"content": text}
-        case Reasoned(text):
-            return {"reasoning_content": text, "reasoning": text}
-        case CallBegin(index, id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-    return None
+def _called(tools: ToolUse | None, name: str, arguments: str) -> Json:
+    """What a call says of its tool: a custom one is called with a text."""
+    if tools is not None and tools.is_custom(name):
+        return {"type": "custom", "custom": {"name": name, "input": text_input(arguments)}}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class ChatDeltas:
+    """What the chunks of one choice say of the parts of its answer."""
+
+    def __init__(self, tools: ToolUse | None) -> None:
+        self._tools = tools
+        self._custom: dict[int, str] = {}  # arguments of calls under way whose text is known at their end
+
+    def of(self, part: AnswerEvent) -> Json | None:
+        """None where there is nothing to say."""
+        match part:
+            case Said(text):
+                return {"content": text}
+            case Reasoned(text):
+                return {"reasoning_content": text, "reasoning": text}
+            case CallBegin(index, id, name):
+                called = _called(self._tools, name, "")
+                if called["type"] == "custom":
+                    self._custom[index] = ""
+                return {"tool_calls": [{"index": index, "id": id, **called}]}
+            case CallArguments(index, text) if index in self._custom:
+                self._custom[index] += text
+            case CallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case CallEnd(index, _) if index in self._custom:
+                given = text_input(self._custom.pop(index))
+                return {"tool_calls": [{"index": index, "custom": {"input": given}}]}
+        return None
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Json:

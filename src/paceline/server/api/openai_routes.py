@@ -14,10 +14,10 @@ from paceline.server.api.generation_route import DONE, GenerationRoute
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import BodyParser, ParsedBody
 from paceline.server.api.openai_responses import (
+    ChatDeltas,
     Entry,
     LogprobLists,
     chat_body,
-    chat_delta,
     chat_logprob_entries,
     completion_body,
     finish_reason,
@@ -151,6 +151,10 @@ class ChatChunks(ChunkWriter):
     after_text = b"}"
     nothing = b'"delta":{}'
 
+    def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
+        super().__init__(generation, body, tokenizer, id)
+        self._deltas = [ChatDeltas(body.tools) for _ in range(body.num_branches)]
+
     def _begin(self, frames: list[bytes]) -> None:
         ids = b""
         if self._body.shows_token_ids:
@@ -163,7 +167,8 @@ class ChatChunks(ChunkWriter):
 
     def _write_parts(self, delta: Delta, frames: list[bytes]) -> None:
         """A chunk for each part; what is known of the tokens goes with the first."""
-        parts = [_encode(shown) for part in delta.parts if (shown := chat_delta(part)) is not None]
+        shown = map(self._deltas[delta.index].of, delta.parts)
+        parts = [_encode(each) for each in shown if each is not None]
         if not parts and not self._is_plain and delta.tokens:
             parts = [b"{}"]
         for number, part in enumerate(parts):

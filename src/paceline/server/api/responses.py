@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.generation_route import GenerationRoute
+from paceline.server.api.generation_route import GenerationRoute, PartsWriter
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -50,13 +49,14 @@ from paceline.server.api.tool_fields import (
 )
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
-from paceline.server.generate.generation import Delta, Generation, Usage
+from paceline.server.generate.generation import Generation, Usage
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
+from paceline.text.messages import INPUT
 from paceline.text.reasoning import Reasoned
 from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
-from paceline.text.tools.use import INPUT
+from paceline.text.tools.use import text_input
 
 RESPONSES = "/v1/responses"
 INPUT_MUST = "a text or a list of messages"
@@ -232,31 +232,15 @@ class Response:
         }
 
 
-class ResponseEvents:
+class ResponseEvents(PartsWriter):
     """Events of one response, numbered, in the order of the API: its items, one after the other."""
 
     def __init__(self, generation: Generation, response: Response) -> None:
-        self._generation = generation
+        super().__init__(generation)
         self._response = response
-        self._has_begun = False
-        self._output: CompletionOutput | None = None
         self._number = 0
         self._items: list[Json] = []  # those that are complete
         self._open: _OpenItem | None = None
-
-    def write(self, deltas: list[Delta]) -> bytes:
-        frames: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            body = self._response.shown("in_progress", [], None)
-            frames.append(self._event("response.created", {"response": body}))
-            frames.append(self._event("response.in_progress", {"response": body}))
-        for delta in deltas:
-            for part in delta.parts:
-                self._write_part(part, frames)
-            if delta.has_ended:
-                self._output = delta.output
-        return b"".join(frames)
 
     def end(self) -> bytes:
         assert self._output is not None
@@ -274,6 +258,11 @@ class ResponseEvents:
         fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         event = {"type": "error", "sequence_number": self._number, **fields}
         return b"event: error\ndata: %b\n\n" % _encode(event)
+
+    def _write_head(self, frames: list[bytes]) -> None:
+        body = self._response.shown("in_progress", [], None)
+        frames.append(self._event("response.created", {"response": body}))
+        frames.append(self._event("response.in_progress", {"response": body}))
 
     def _write_part(self, part: AnswerEvent, frames: list[bytes]) -> None:
         match part:
@@ -438,15 +427,6 @@ def part_of(kind: str, text: str) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def text_input(arguments: str) -> str:
-    """What a custom tool was called with."""
-    try:
-        given = json.loads(arguments or "{}").get(INPUT, "")
-    except ValueError:  # the answer broke off inside
-        return ""
-    return given if isinstance(given, str) else ""
 
 
 def _usage(usage: Usage) -> Json:

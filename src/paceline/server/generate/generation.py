@@ -375,6 +375,8 @@ class Generation:
     def _end(self, part: _Part, branch: BranchText, ending: Finished) -> str:
         record, output = self.record, branch.output
         text = branch.finish(ending.reason.value, ending.detail)
+        for outcome, number in branch.call_outcomes.items():
+            record.tool_calls[outcome] = record.tool_calls.get(outcome, 0) + number
         part.num_open -= 1
         self._num_open -= 1
         if output.index == 0:  # the others take the prompt over from the first

@@ -47,6 +47,7 @@ class RequestRecord(Consumption):
     predicted_ttft_s: float | None = None  # what the engine said when it took the request
     objectives: Times = NO_TIMES  # its own
     sampling: SamplingParams | None = None
+    tool_calls: dict[str, int] = field(default_factory=dict)  # by outcome, of branches that have ended
     trace_parent: str = ""  # of the trace its client says it belongs to, as it came
     trace_state: str = ""
 

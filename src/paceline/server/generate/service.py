@@ -44,6 +44,7 @@ from paceline.text.dialect import ChatRequest
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.formats import AUTO
+from paceline.text.tools.grammar import with_tool_named
 
 # How large a prompt is before it is tokenised, and whether its messages can be read.
 #
@@ -382,7 +383,10 @@ class Service:
         """Schemas of tools come from the client; where none is followed, the grammar is all ours."""
         if body.tools is None or structure is None or not body.tools.follows_schemas:
             return ()
-        return await self._door.check(structure, "tools", control_tokens=True)
+        try:
+            return await self._door.check(structure, "tools", control_tokens=True)
+        except InvalidRequest as error:
+            raise with_tool_named(error, structure, body.tools) from None
 
     def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
         most = known.facts.max_model_len

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from paceline.core.counters import STEP_TOKEN_BOUNDS
+from paceline.core.counters import STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES
 from paceline.core.events import Rule
 from paceline.costs.model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
@@ -161,6 +161,9 @@ class BatchingMetrics:
             for rule in PREEMPTIONS
         }
         yield make.counter("preemptions", text, by_rule, "kind", "reason")
+        text = "Requests with a structure that have ended, by outcome; unfinished: by length or otherwise."
+        ended = {name: stats.counters.structures.get(name, 0) for name in STRUCTURE_OUTCOMES}
+        yield make.counter_by("outcome", "structured_requests", text, ended)
         steps = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
         steps.counts = list(stats.counters.steps_by_tokens)
         steps.total = stats.counters.computed_tokens

@@ -100,6 +100,8 @@ class MetricsPage(Collector):
         yield make.counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
         text = "Generations by how they ended."
         yield make.counter_by("finished_reason", "request_success", text, requests.finished_by_reason)
+        text = "Tool calls in answers: complete; incomplete: cut off or no JSON object; text: it only looked like one."
+        yield make.counter_by("outcome", "tool_calls", text, requests.tool_calls)
         text = "What requests were charged, in the unit of the prices."
         billed = {name: nano / 1e9 for name, nano in requests.billed_nano.items()}
         yield make.counter_by("class", "billed_units", text, billed)

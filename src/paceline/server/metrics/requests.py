@@ -17,6 +17,7 @@ from paceline.process.client import EngineClient, EngineState, EngineUnavailable
 from paceline.server.access.caller import LIMITS, Caller
 from paceline.server.generate.request_record import NO_TIMES, RequestRecord, Times
 from paceline.server.metrics.families import E2E_BUCKETS, Families, Histogram
+from paceline.text.tools.scanner import CALL_OUTCOMES
 
 # Forecasts against what came: first tokens, waiting by class, objectives that were met.
 #
@@ -135,6 +136,7 @@ class RequestMetrics:
         self.generation_tokens = 0
         self.under_way = 0
         self.finished_by_reason = dict.fromkeys(FINISH_REASONS, 0)
+        self.tool_calls = dict.fromkeys(CALL_OUTCOMES, 0)
         self.billed_nano = dict.fromkeys(CLASSES, 0)
         self.histograms: dict[str, tuple[str, Histogram]] = {
             name: (text, Histogram(bounds)) for name, text, bounds in _HISTOGRAMS
@@ -166,6 +168,8 @@ class RequestMetrics:
         self.cached_tokens += record.num_cached
         reason = record.finish_reason if record.finish_reason in FINISH_REASONS else "error"
         self.finished_by_reason[reason] += 1
+        for outcome, number in record.tool_calls.items():
+            self.tool_calls[outcome] += number
         self.billed_nano[record.charge.quote.service_class] += record.charge.amounts.total
         self.forecasts.finished(record)
         for name, value in _values_of(record):
@@ -294,6 +298,19 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
         "spec_decode_num_accepted_tokens",
         "Drafts that were right and delivered.",
         stats.counters.accepted_tokens,
+    )
+    yield "structured_masks", "Masks made of the tokens that may come next.", stats.counters.masks
+    yield "structured_mask_seconds", "Time of making them.", stats.counters.mask_s
+    yield (
+        "structured_forced_tokens",
+        "Tokens delivered as drafts that a structure forced.",
+        stats.counters.forced_tokens,
+    )
+    yield "structured_compiles", "Structures compiled.", stats.counters.compiled
+    yield (
+        "structured_compile_seconds",
+        "Time of compiling them; the first includes preparing the vocabulary.",
+        stats.counters.compile_s,
     )
     yield "engine_steps", "Steps made.", stats.steps
     yield "engine_busy_seconds", "Time inside steps.", stats.busy_s

@@ -21,9 +21,12 @@ from paceline.text.tools.use import Tool, ToolUse
 MAX_CALLS = 32  # in one answer
 ANY_OBJECT = {"type": "object"}
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_AT_LINE = re.compile(r"tools: at (\d+)\(\d+\): (.*)", re.DOTALL)
 _ANYTHING = r"/(.|\n)*/"
 _VALUE_END = "\n</parameter>\n"
 _DEFINITIONS = ("$defs", "definitions")
+# Keywords of a schema that says nothing of arguments it does not name.
+_PLAIN = {"type", "properties", "required", "title", "description", "$schema", *_DEFINITIONS}
 
 
 def tool_structure(
@@ -37,6 +40,17 @@ def tool_structure(
     except GrammarTooComplex:
         message = f"the schemas of the tools have more than {MAX_SOURCE_BYTES >> 10} KiB; send fewer or smaller ones"
         raise GrammarTooComplex(message, param="tools") from None
+
+
+def with_tool_named(error: InvalidRequest, structure: Structure, use: ToolUse) -> InvalidRequest:
+    """An error of such a form, which names the tool whose schema is wrong instead of a line that only we know."""
+    found = _AT_LINE.match(str(error))
+    if found is None:
+        return error
+    line = structure.source.splitlines()[int(found[1]) - 1]
+    rule = re.match(r"arguments_(\d+):", line)
+    about = f"the parameters of the tool {use.callable_tools[int(rule[1])].name}" if rule else "tools"
+    return type(error)(f"{about}: {found[2]}", param=error.param)
 
 
 def _answer_rule(answer: Structure | None) -> str:
@@ -141,7 +155,7 @@ class _Writer:
         return self._use.is_required or tool.strict
 
     def _json(self, tool: Tool) -> str:
-        return self._value(tool.parameters if self._has_rules(tool) else ANY_OBJECT, tool)
+        return self._value(_closed(tool.parameters) if self._has_rules(tool) else ANY_OBJECT, tool)
 
     def _value(self, schema: Any, tool: Tool) -> str:
         made = dict(schema) if isinstance(schema, Mapping) else {}
@@ -217,6 +231,18 @@ class _Writer:
             for part in parts
             if part
         )
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that names its arguments, without others, unless it speaks of them: models would invent some."""
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    if (
+        not isinstance(properties, Mapping)
+        or not set(schema) <= _PLAIN
+        or not set(required) <= set(properties)
+    ):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _place(entries: list[tuple[str, bool]], at: int, name: str, has_before: bool) -> str:

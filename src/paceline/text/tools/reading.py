@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import GrammarTooComplex, InvalidRequest
-from paceline.text.messages import plain_json
-from paceline.text.tools.use import INPUT, MAX_TOOLS, Tool, ToolUse
+from paceline.text.messages import INPUT, plain_json
+from paceline.text.tools.use import MAX_TOOLS, Tool, ToolUse
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 NAME_MUST = "1 to 128 letters, digits, dots, dashes and underscores"
@@ -169,10 +169,11 @@ def _tool(value: Json, schema: Any, place: str, *, is_custom: bool = False) -> T
         raise InvalidRequest(f"the parameters of {place} must be a JSON schema of an object", param="tools")
     if strict is not None and type(strict) is not bool:
         raise InvalidRequest(f"{place}.strict must be true or false", param="tools")
-    plain: Any = plain_json(schema or {}, f"the parameters of {place}", "tools")
+    if schema is None:
+        schema = {"type": "object", "properties": {}}  # a function without arguments
+    plain: Any = plain_json(schema, f"the parameters of {place}", "tools")
     if plain.setdefault("type", "object") != "object":
         raise InvalidRequest(f"the parameters of {place} must be of type object", param="tools")
-    plain.setdefault("properties", {})
     return Tool(
         name=name, description=description or "", parameters=plain, strict=bool(strict), is_custom=is_custom
     )

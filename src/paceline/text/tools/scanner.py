@@ -55,6 +55,9 @@ class CallEnd:
     is_complete: bool
 
 
+# What a call, or what looked like one, came to.
+COMPLETE, INCOMPLETE, TEXT = CALL_OUTCOMES = ("complete", "incomplete", "text")
+
 Event = Said | CallBegin | CallArguments | CallEnd
 Steps = Generator[None, None, None]
 Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the name of the tool
@@ -91,6 +94,7 @@ class ToolScanner:
         self._open: list[str] | None = None  # the arguments of the call that has begun
         self._blank: str | None = ""  # white space at the beginning or behind a call; None within a text
         self._steps = self._answer()
+        self.outcomes = dict.fromkeys(CALL_OUTCOMES, 0)
 
     def push(self, text: str) -> list[Event]:
         self._buffer = self._buffer[self._start :] + text
@@ -145,7 +149,7 @@ class ToolScanner:
             yield
 
     def _calls(self, *, has_marker: bool) -> Steps:
-        row = self._row
+        row, first = self._row, self._next_index
         try:
             yield from self._expect(row.opens)
             yield from self._call()
@@ -158,6 +162,8 @@ class ToolScanner:
         except _NotACall:
             if self._open is not None:
                 self._end_call()
+            elif self._next_index == first:
+                self.outcomes[TEXT] += 1
             rest = self._buffer[self._start :].strip()
             ends = row.closes.strip() + row.end.strip()
             if rest and self._is_over and self._next_index and ends.startswith(rest):
@@ -469,7 +475,9 @@ class ToolScanner:
 
     def _end_call(self) -> None:
         assert self._open is not None
-        self._found.append(CallEnd(self._next_index, is_object("".join(self._open))))
+        is_complete = is_object("".join(self._open))
+        self.outcomes[COMPLETE if is_complete else INCOMPLETE] += 1
+        self._found.append(CallEnd(self._next_index, is_complete))
         self._next_index += 1
         self._open, self._blank = None, ""
 

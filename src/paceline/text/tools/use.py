@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.text.messages import INPUT
+
 MAX_TOOLS = 128
-INPUT = "input"  # the one argument of a custom tool, which takes a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class Tool:
 
     def for_template(self) -> dict[str, Any]:
         """In OpenAI's shape, which chat templates are written for."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        parameters = {**self.parameters, "properties": self.parameters.get("properties", {})}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
@@ -46,3 +49,12 @@ class ToolUse:
 
     def is_custom(self, name: str) -> bool:
         return any(tool.is_custom for tool in self.tools if tool.name == name)
+
+
+def text_input(arguments: str) -> str:
+    """What a custom tool was called with."""
+    try:
+        given = json.loads(arguments or "{}").get(INPUT, "")
+    except ValueError:  # the answer broke off inside
+        return ""
+    return given if isinstance(given, str) else ""
