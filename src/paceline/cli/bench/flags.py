@@ -58,7 +58,7 @@ DRAFTS_HELP = """
 Measure what drafts bring: the same answers without and with them.
 
   paceline bench drafts --data question.jsonl --clients 1,4,8,16
-  paceline bench drafts --data question.jsonl --speculative-config ngram --json out.json
+  paceline bench drafts --data question.jsonl --speculative-config ngram
   paceline bench drafts --script log.tar.gz
 
 Both engines run in one process, in turns, and make the same tokens. A ratio above 1 means that drafts are faster.
