@@ -109,5 +109,6 @@ def test_tools_that_are_wrong_are_refused(tmp_path: Path) -> None:
         "type": "function",
         "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}},
     }
-    with pytest.raises(InvalidRequest, match="tools: "):
+    with pytest.raises(InvalidRequest, match="the parameters of the tool f: .*strin") as refused:
         llm.chat([{"role": "user", "content": "x"}], tools=[broken], tool_choice="required")
+    assert refused.value.param == "tools"

@@ -240,6 +240,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "times",
         ),
         *("verified", "predicted", "drafts"),
+        "guided",  # only counted, never logged
     }
 
 
