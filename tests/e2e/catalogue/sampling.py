@@ -225,7 +225,6 @@ def predictions() -> list[Entry]:
                 {"type": "content", "content": [{"type": "image", "text": "x"}]},
                 {"type": "content", "content": [{"type": "text", "text": 5}]},
                 {"type": "content", "content": "x" * 100_000},
-                {"type": "content", "content": "\ud800"},
             ],
             VALUE,
         ),
@@ -243,6 +242,7 @@ def predictions() -> list[Entry]:
             ],
             OK,
         ),
+        asking(98, CHAT, {"prediction": {"type": "content", "content": "\ud800"}}, (400, "invalid_unicode")),
         asking(98, COMPLETIONS, {"prediction": {"type": "content", "content": "x"}}, UNSUPPORTED),
     ]
 

@@ -19,6 +19,7 @@ SETS_UP = "sets up an environment or runs the tests themselves"
 OTHER_PROGRAM = "a program that is not a part of the development set-up"
 NEEDS_GPU = "needs a GPU, or hours without one"
 TAKES_MINUTES = "takes minutes on a CPU"
+OTHER_DATA = "needs data that is not a part of the project"
 OPERATOR = "changes the machine or a server on it"
 ELSEWHERE = "run by test_guide_benchmarks.py, against a server with known timings"
 # By the beginning of the command; one that no page has any more is a mistake.
@@ -44,6 +45,8 @@ NOT_RUN: dict[str, str] = {
     "kill -USR1 PID": OPERATOR,
     "paceline bench throughput --shape tiny --workload nano": TAKES_MINUTES,
     "paceline bench latency --model ./my-model": TAKES_MINUTES,
+    "paceline bench structured --clients 8": TAKES_MINUTES,
+    "paceline bench drafts": OTHER_DATA,
     "paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
     "paceline bench latency --shape llama-3.1-8b": NEEDS_GPU,
     "python -m paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,

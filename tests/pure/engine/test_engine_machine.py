@@ -126,7 +126,8 @@ class EngineMachine(RuleBasedStateMachine):
         request = self.pick(number)
         assert request is not None
         if len(self.scheduler.tokens_of(request.id)) < LONGEST:
-            with contextlib.suppress(QueueFull, NeverFits):
+            # In a padded batch it may have all its tokens and wait for the others.
+            with contextlib.suppress(QueueFull, NeverFits, InvalidTransition):
                 self.bench.fork(request.id, count)
 
     @precondition(lambda self: self.has() and self.bench.state.children)
