@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex, InvalidRequest
 from paceline.guide.grammar import grammar_of
-from paceline.guide.matcher import TOO_MANY
+from paceline.guide.matcher import MISSING, TOO_MANY, is_installed
 
 _logger = logging.getLogger("paceline")
 
@@ -28,7 +27,6 @@ FIELD = "structured_outputs"
 MAX_SENTENCE = 300
 ENDLESS = "needs itself without end, so that no answer is ever complete"
 MAX_IGNORED = 16
-LIBRARY = "llguidance"
 # Memory of the process that checks: what needs more is too complex.
 WORKER_BYTES = 2 << 30
 _LOOK_FOR_PLACE_S = 0.2
@@ -74,12 +72,8 @@ def check(structure: Structure, field: str = FIELD) -> tuple[str, ...]:
 
 
 def check_installed(field: str = FIELD) -> None:
-    if find_spec(LIBRARY) is None:
-        raise InvalidRequest(
-            f"{field}: this needs the package {LIBRARY}, which is not installed here: "
-            f"pip install '{LIBRARY}>=1.9,<2'",
-            param=field,
-        )
+    if not is_installed():
+        raise InvalidRequest(f"{field}: {MISSING}", param=field)
 
 
 def question(structure: Structure) -> Structure:

@@ -39,7 +39,9 @@ class GuideCompiler:
     ) -> None:
         """`objection`: why structured answers are not possible here, whatever is installed. `originals`: how often a
         structure is compiled if many branches follow it, because copies of one original cannot be asked at once."""
-        self.objection = objection or ("" if matcher.is_installed() else matcher.MISSING)
+        self.objection = objection or (
+            "" if matcher.is_installed() else f"structured_outputs: {matcher.MISSING}"
+        )
         self._read_vocabulary = read_vocabulary
         self._most = originals
         self._kept: OrderedDict[Structure, _Kept] = OrderedDict()

@@ -21,7 +21,7 @@ from paceline.errors import InvalidRequest
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MISSING = "structured_outputs need llguidance, which is not installed: pip install llguidance"
+MISSING = "this needs the package llguidance, which is not installed here: pip install llguidance"
 GRAMMAR_ERROR, TOO_COMPLEX = "grammar_error", "grammar_too_complex"
 LONGEST_REASON = 300
 Masks = NDArray[np.uint32]  # [guides, words]

@@ -120,7 +120,7 @@ def test_too_many_ways_is_too_complex() -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "LIBRARY", "no_such_package")
+    monkeypatch.setattr(check_module, "is_installed", lambda: False)
     with pytest.raises(InvalidRequest, match="pip install") as refused:
         check(schema({}), "response_format")
     assert refused.value.param == "response_format"
