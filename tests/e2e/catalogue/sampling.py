@@ -242,7 +242,7 @@ def predictions() -> list[Entry]:
             ],
             OK,
         ),
-        asking(98, CHAT, {"prediction": {"type": "content", "content": "\ud800"}}, (400, "invalid_unicode")),
+        posting(98, "half a pair", CHAT, b'{"prediction": {"content": "\\ud800"}}', (400, "invalid_unicode")),
         asking(98, COMPLETIONS, {"prediction": {"type": "content", "content": "x"}}, UNSUPPORTED),
     ]
 
