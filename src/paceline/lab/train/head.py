@@ -33,7 +33,7 @@ from paceline.text.tokenizer import Tokenizer
 
 ANSWERING, COMPUTING = 0.4, 0.5  # shares of the time until which prompts are answered, and states computed
 PROMPTS_AT_ONCE = 64
-ON_CPU, ON_GPU = 1024, 8192  # tokens of a batch
+ON_CPU, ON_GPU = 512, 8192  # tokens of a batch
 WORK = "training"  # folder beside the head, for a run that goes on
 
 Say = Callable[[str], None]

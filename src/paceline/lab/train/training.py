@@ -26,8 +26,8 @@ from paceline.models.draft_head import EagleHead, MedusaHead
 from paceline.models.files.draft_head import HeadSpec, head_tensors
 from paceline.models.files.safetensors import SafetensorsFile, write_safetensors
 
-# Of learning: over the root of the hidden size; at the end, as a share of that; steps until it is reached.
-RATE, LAST_RATE, WARM_UP = 0.04, 0.05, 20
+# Of learning: over the hidden size; at the end, as a share of that; steps until it is reached.
+RATE, LAST_RATE, WARM_UP = 0.64, 0.05, 20
 BY_DEPTH = 0.8  # weight of a guess, for each guess before it
 LARGEST_GRADIENT = 1.0
 REPORT_S = 60.0
@@ -74,7 +74,7 @@ class Limits:
 
 
 def first_weights(spec: HeadSpec, target: Target, seed: int) -> dict[str, Tensor]:
-    """A head that begins as the model's own output of its last states: what is random is small."""
+    """Norm and output matrix begin as the model's own; what is random is small."""
     made = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for name, shape in head_tensors(spec):
@@ -88,8 +88,6 @@ def first_weights(spec: HeadSpec, target: Target, seed: int) -> dict[str, Tensor
             value = torch.zeros(shape)
         else:
             value = torch.randn(shape, generator=made) * (0.5 / math.sqrt(shape[-1]))
-            if name == "fc.weight":
-                value[:, -shape[0] :] += torch.eye(shape[0])
         found[name] = value.to(target.output.device).requires_grad_()
     return found
 
@@ -104,7 +102,7 @@ class Training:
         self._limits = limits
         self._device = target.output.device
         self.progress = Progress()
-        self._rate = RATE / math.sqrt(target.output.shape[1])
+        self._rate = RATE / target.output.shape[1]
         matrices = [value for value in weights.values() if value.dim() > 1]
         others = [value for value in weights.values() if value.dim() == 1]
         self._optimizer = torch.optim.AdamW(
