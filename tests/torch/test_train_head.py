@@ -107,14 +107,14 @@ def test_what_cannot_be_trained_is_told(
 def test_a_model_of_stories_takes_what_its_head_guesses(tmp_path: Path) -> None:
     """Four in ten first drafts on held-out stories of its own; the same tokens with the head and without."""
     model = write_stories(tmp_path / "model")
-    (tmp_path / "prompts.json").write_text(json.dumps([[START]] * 72))
+    (tmp_path / "prompts.json").write_text(json.dumps([[START]] * 108))
     options = TrainHeadOptions(
         name=str(model),
         out=str(tmp_path / "head"),
         prompts=str(tmp_path / "prompts.json"),
         temperature=1.0,
-        tokens=16_000,
-        steps=400,
+        tokens=24_000,
+        steps=700,
         depth=2,
         minutes=LONG,
         draft_vocab=0,

@@ -12,10 +12,10 @@ from paceline.errors import InputError
 from paceline.lab.train.options import TrainHeadOptions
 
 HELP = """
-Train a head that makes drafts for a model (speculative decoding).
+Train a head that makes drafts for a model.
 
   paceline train-head smollm2 --text texts.json --out head --minutes 20
-  paceline train-head ./my-model --prompts prompts.jsonl --out head --kind medusa
+  paceline train-head ./my-model --prompts ask.jsonl --out head --kind medusa
   paceline serve --speculative-config '{"model": "head"}'
 
 It learns from the model's answers to prompts, or from texts as they are, on a GPU where there is one. Every minute it

@@ -30,8 +30,9 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
-DRAFT_METHODS = ("off", "auto", "ngram", "history", "eagle", "medusa", "draft_model")
-MODEL_METHODS = ("eagle", "medusa", "draft_model")  # that need a model
+HEAD_KINDS = ("eagle", "medusa")
+MODEL_METHODS = (*HEAD_KINDS, "draft_model")  # that need a model
+DRAFT_METHODS = ("off", "auto", "ngram", "history", *MODEL_METHODS)
 # vLLM's words.
 _OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")

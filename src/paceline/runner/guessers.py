@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.engine import MODEL_METHODS, Capacity, DraftConfig, EngineConfig, ModelConfig
+from paceline.config.engine import HEAD_KINDS, MODEL_METHODS, Capacity, DraftConfig, EngineConfig, ModelConfig
 from paceline.errors import ConfigError
-from paceline.models.files.draft_head import HEAD_KINDS, HeadFiles, head_kind, open_head
+from paceline.models.files.draft_head import HeadFiles, head_kind, open_head
 from paceline.models.files.fetch import resolve
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.spec import ModelSpec

@@ -129,7 +129,7 @@ def test_a_head_with_another_tensor_is_refused_by_its_name(
 def test_a_head_of_another_model_is_refused(tmp_path: Path, field: str, says: str) -> None:
     target = tiny_spec()
     write_head(tmp_path, made("eagle", target), target, {})
-    other = replace(target, **{field: 32})
+    other = replace(target, hidden_size=32) if field == "hidden_size" else replace(target, vocab_size=32)
     with pytest.raises(CheckpointError, match=says):
         open_head(tmp_path, other)
 

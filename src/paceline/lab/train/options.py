@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.config.engine import HEAD_KINDS
 from paceline.config.options import CheckedOptions, option
-from paceline.models.files.draft_head import HEAD_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

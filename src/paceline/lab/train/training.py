@@ -236,19 +236,16 @@ class Training:
             return False
         self.progress = Progress(**about)
         file = SafetensorsFile(folder / PROGRESS_WEIGHTS)
-        for name, weight in self.weights.items():
-            state: dict[str, Tensor] = {}
-            for stored in file.entries:
-                what, _, whose = stored.partition(".")
-                if whose == name:
-                    value = torch.from_numpy(np.array(file.tensor(stored).to_float32()))
-                    if what == "weight":
-                        with torch.no_grad():
-                            weight.copy_(value)
-                    else:
-                        state[what] = value[0] if what == "step" else value.to(weight.device)
-            if state:
-                self._optimizer.state[weight] = state
+        for stored in file.entries:
+            what, _, whose = stored.partition(".")
+            weight = self.weights[whose]
+            value = torch.from_numpy(np.array(file.tensor(stored).to_float32()))
+            if what == "weight":
+                with torch.no_grad():
+                    weight.copy_(value)
+            else:
+                kept = value[0] if what == "step" else value.to(weight.device)
+                self._optimizer.state[weight][what] = kept
         return True
 
 

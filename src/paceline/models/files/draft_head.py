@@ -24,7 +24,6 @@ from paceline.models.files.stored import check_finite
 from paceline.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
-HEAD_KINDS = ("eagle", "medusa")
 LAYER, OTHER_LAYER = "midlayer.", "layers.0."  # the second is what newer writers call it
 EMBEDDING, TO_TARGET, IS_DRAFTED = "embed_tokens.weight", "d2t", "t2d"
 NUM_TAPS = 3  # hidden states of the model that an eagle head reads
