@@ -241,14 +241,10 @@ class Scheduler:
                 param="max_tokens",
             )
         if request.tree is not None:
-            grows = self._may_generate(request, num_tokens, max_tokens) - request.tree.members[number]
+            grows = max_tokens - (request.max_total - self.num_tokens_of(request))
             objection = request.tree.objection(0, grows)
             if objection:
                 raise TreeFull(objection)
-
-    def _may_generate(self, request: Request, num_tokens: int, max_tokens: int) -> int:
-        """Tokens a request has generated and may still, if those put in until now are no more than what is known."""
-        return num_tokens - request.num_prompt - request.cost.injected + max_tokens
 
     def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
         state, count = self.state, len(tokens)
@@ -263,7 +259,7 @@ class Scheduler:
         request.tokens = np.concatenate([request.tokens, tokens])
         request.cost = request.cost._replace(injected=request.cost.injected + count)
         if request.tree is not None:
-            request.tree.members[request.id] = total - request.cost.injected
+            request.tree.members[request.id] = request.most_generated
         if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
             state.learn_keys(request)
         state.accounting.admitted(state.tenant_index(request.tenant), count)
