@@ -188,6 +188,10 @@ class Scheduler:
             branch.parent = request_id
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
+        figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, request_id)
+        for branch in branches:
+            detail = f"score {branch.score:g}" if branch.score else ""
+            self.state.decide(DecisionKind.FORK, branch, Rule.BRANCHED, branch.shares, figures, detail=detail)
 
     def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
         """Put tokens behind those a request has; it continues from there, at its old place in the order.

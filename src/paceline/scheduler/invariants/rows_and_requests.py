@@ -134,7 +134,7 @@ def branches_have_their_parents_beginning(context: CheckContext) -> str | None:
 
 @invariant("S32", moment=CHANGES)
 def the_best_of_a_tree_goes_first(context: CheckContext) -> str | None:
-    """Of two branches of a tree the one with the higher score has the earlier place, and each place is one request's."""
+    """Of two branches of a tree the one with the higher score has the earlier place; a place is one request's."""
     state = context.scheduler.state
     if len(set(state.orders.values())) != len(state.orders):
         return "two requests have one place in the order of arrival"
