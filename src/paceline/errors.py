@@ -50,6 +50,12 @@ class QueueFull(PacelineError):
             self.retry_after_s = retry_after_s
 
 
+class TreeFull(QueueFull):
+    """A tree has as many branches or tokens as it may have; nothing was forked."""
+
+    code = "tree_limit_exceeded"
+
+
 class DeadlineImpossible(InvalidRequest):
     """A request whose times this machine could not keep even if it were alone; `param` names the objective."""
 

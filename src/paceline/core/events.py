@@ -28,6 +28,7 @@ class TokenEvents:
     requests: NDArray[np.int64]
     tokens: NDArray[np.int32]
     index: NDArray[np.int64]  # 0 is the first token of the output
+    is_injected: bool = False  # they were put into a running output from outside: `Engine.extend`
 
 
 class Finished(NamedTuple):
@@ -45,6 +46,18 @@ class Finished(NamedTuple):
     cost: Cost = NO_COST
 
 
+class Held(NamedTuple):
+    """A branch has come to its end and is kept, for a while, for what its owner does with it next.
+
+    Tokens from number `num_output` on, in the same events or later ones, are of what came next.
+    """
+
+    request: RequestId
+    reason: FinishReason  # what would have ended it: STOP or LENGTH
+    num_output: int
+    until_s: float  # when it is pruned, on the engine's clock
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobEvent:
     """How likely a token of a request was. Prompt tokens may come more than once: a resumed prompt is read again."""
@@ -59,6 +72,7 @@ class StepEvents(NamedTuple):
     tokens: tuple[TokenEvents, ...] = ()
     logprobs: tuple[LogprobEvent, ...] = ()
     finished: tuple[Finished, ...] = ()
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +108,8 @@ class DecisionKind(StrEnum):
     STALL = "stall"
     CHANGE = "change"
     FORK = "fork"
+    EXTEND = "extend"
+    HOLD = "hold"
     FINISH = "finish"
     REFUSE = "refuse"
     FAIL = "fail"
@@ -112,11 +128,13 @@ NOT_FINITE = (
 class Rule(StrEnum):
     """Why a decision was made: the whole set, so that a reader of decisions knows every reason there is."""
 
-    # admit, resume, fork
+    # admit, resume, fork, extend
     FITS = "fits"
     RECOMPUTE = "recompute"
     SWAP = "swap"  # resume: its KV comes back from the host; defer: its KV is still being copied out
     SHARES = "shares its parent's blocks"
+    BRANCHED = "branches off"  # fork, before it is admitted: value is what it has in common with its parent
+    INJECTED = "tokens were put behind its own"
     # defer, stall, chunk
     ROWS = "rows"
     BUDGET = "budget"
@@ -125,6 +143,7 @@ class Rule(StrEnum):
     # Deferred: its tenant is over its share; the rest is kept for tenants within theirs, which may pass.
     SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
+    TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
     # preempt: for what, and what becomes of its KV
     BLOCKS_RECOMPUTE = "blocks:recompute"
@@ -140,6 +159,7 @@ class Rule(StrEnum):
     PRIORITY = "priority"  # value: the new one
     PAUSED = "paused"
     RESUMED = "resumed"
+    SCORE = "score"  # detail: the new one
     # finish; what is not named here stands under abort or error, with its detail
     STOP = "stop"
     LENGTH = "length"
@@ -147,6 +167,7 @@ class Rule(StrEnum):
     ERROR = "error"
     DEADLINE = "deadline"  # change too: it was given one, or none
     PRUNED = "pruned"
+    HOLD_OVER = "hold_over"  # it was held and nothing came of it
     NUMERICAL_ERROR = "numerical_error"
     GRAMMAR_ERROR = "grammar_error"  # its answer cannot follow its structure
     GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
@@ -156,6 +177,7 @@ class Rule(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
+    TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone
     # fail: code that was asked about this request alone raised
@@ -184,7 +206,10 @@ class Decision(NamedTuple):
     | kind           | value                          | against, another request           | seconds             |
     |----------------|--------------------------------|------------------------------------|---------------------|
     | admit, resume  | tokens found computed          | the one admitted before it         | waited (admit)      |
-    | fork           | tokens found computed          | its parent                         |                     |
+    | fork           | tokens in common; found        | its parent                         |                     |
+    |                | computed (when it is admitted) |                                    |                     |
+    | extend         | tokens that were put in        |                                    |                     |
+    | hold           | tokens generated               |                                    | kept for            |
     | defer          | blocks kept back for others    | the one admitted last (rows,       |                     |
     |                |                                | blocks), that took the last tokens |                     |
     |                |                                | (budget), that computes what it    |                     |

@@ -28,7 +28,9 @@ MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_OBJECTIVE_MS = 86_400_000  # a day
+DEFAULT_HOLD_S, MAX_HOLD_S = 60.0, 3600.0
 ON_INFEASIBLE = ("refuse", "try")
+ON_STOP = ("end", "hold")
 _LARGEST = 2**31 - 1
 _LARGEST_SEED = 2**63 - 1
 
@@ -229,6 +231,19 @@ class SamplingParams:
         choices=ON_INFEASIBLE,
         offered=Offer.SERVER,
     )
+    on_stop: str = parameter(
+        "end",
+        "hold: an answer that would end is kept, to be forked or extended",
+        choices=ON_STOP,
+        offered=Offer.SERVER,
+    )
+    hold_s: float = parameter(
+        DEFAULT_HOLD_S,
+        "how long it is kept before it is pruned",
+        low=0.01,
+        high=MAX_HOLD_S,
+        offered=Offer.SERVER,
+    )
 
     def __post_init__(self) -> None:
         _normalize(self)
@@ -356,6 +371,9 @@ def _check_ranges(params: SamplingParams) -> None:
     if params.on_infeasible not in ON_INFEASIBLE:
         message = f"on_infeasible must be one of {', '.join(ON_INFEASIBLE)}, not {params.on_infeasible!r}"
         raise InvalidRequest(message, param="on_infeasible")
+    if params.on_stop not in ON_STOP:
+        message = f"on_stop must be one of {', '.join(ON_STOP)}, not {params.on_stop!r}"
+        raise InvalidRequest(message, param="on_stop")
     if params.min_tokens > params.max_tokens:
         message = f"min_tokens ({params.min_tokens}) is larger than max_tokens ({params.max_tokens})"
         raise InvalidRequest(message, param="min_tokens")

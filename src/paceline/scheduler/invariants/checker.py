@@ -75,6 +75,7 @@ class InvariantChecker:
         # Where each group's blocks begin when all are numbered one after another, and the end.
         self._starts: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
+        self._has_trees = False
         self._backlog = fairness.Backlog()
         self._displaced = fairness.Displaced()
         self._num_added = 0
@@ -229,14 +230,16 @@ class InvariantChecker:
     def _note_arrivals(self) -> None:
         """Each request's place in the order of arrival, as it was when it came."""
         state = self._scheduler.state
-        if state.counters.added == self._num_added:
+        if state.counters.added == self._num_added and not self._has_trees:
             return
+        self._has_trees = any(request.tree is not None for request in state.requests.values())
         self._num_added = state.counters.added
         if len(self._arrived) > 4 * len(state.requests) + 64:
             self._arrived = {id: seen for id, seen in self._arrived.items() if id in state.requests}
         for request_id, order in state.orders.items():
-            if request_id not in self._arrived:
-                self._arrived[request_id] = (state.requests[request_id].arrival_s, order)
+            request = state.requests[request_id]
+            if request_id not in self._arrived or request.tree is not None:  # branches exchange places
+                self._arrived[request_id] = (request.arrival_s, order)
 
     def _note_copies(self, swaps: Swaps) -> None:
         """Blocks that a swap reads or writes from now on until its ticket comes back."""
