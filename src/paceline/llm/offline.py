@@ -10,12 +10,13 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
-from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
+from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull, UnknownRequest
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
@@ -116,6 +117,33 @@ def stream_request(front: Frontend, submission: Submission) -> Generator[Request
         for request_id in collector.ids_of(submission.name):
             engine.abort(request_id)
         collector.take(engine.drain())
+
+
+class TreeInPlace:
+    """The backend of a tree: every command is done at once, and waiting is a step."""
+
+    def __init__(self, front: Frontend, name: str, output: RequestOutput) -> None:
+        self._front, self._name = front, name
+        self.output = output
+        self._step = front.engine.step_overlapped if front.engine.depth else front.engine.step
+
+    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
+        return getattr(self._front, what)(self._name, *args, **options)
+
+    def tell(self, what: str, *args: Any, **options: Any) -> None:
+        with suppress(UnknownRequest):  # it has ended meanwhile
+            getattr(self._front, what)(self._name, *args, **options)
+
+    async def settled(self) -> None:
+        """What was told is done."""
+
+    async def changed(self) -> None:
+        with interrupts_noted():
+            self._front.collector.take(self._step())
+
+    async def close(self) -> None:
+        self._front.end_tree(self._name)
+        self._front.collector.take(self._front.engine.drain())
 
 
 def _feed(
