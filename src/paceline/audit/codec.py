@@ -191,6 +191,7 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "deadline_s": decode_time,
     "keys": lambda keys: tuple(bytes.fromhex(key) for key in keys),
     "wishes": tuple,
+    "tree": tuple,
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,

@@ -15,8 +15,9 @@ import numpy as np
 
 from paceline.core.dial import DialKind
 from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
+from paceline.core.tree import TreeLimits
 
 
 class Input:
@@ -63,10 +64,14 @@ class AddRequest(Input):
     # `wishes` in run logs: deadline_ms, ttft_slo_ms, itl_slo_ms, on_infeasible; None: the request has no objective
     wishes: tuple[int | None, int | None, int | None, str] | None = None
     service_class: str = DEFAULT_CLASS
+    shares: int | None = None  # tokens it has in common with its parent; None: its prompt
+    score: float = 0.0
+    hold_s: float | None = None  # how long it is held at its end; None: it is not
+    tree: tuple[int | None, int | None, int] | None = None  # limits of its tree: rows, tokens, branches
 
     @classmethod
     def of(cls, request: Request, together: int) -> AddRequest:
-        wanted = request.sampling
+        wanted, limits = request.sampling, request.tree_limits
         wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
         return cls(
             id=request.id,
@@ -84,6 +89,10 @@ class AddRequest(Input):
             together=together,
             wishes=wishes if wanted.has_objectives else None,
             service_class=request.service_level.service_class,
+            shares=None if request.shares == request.num_prompt else request.shares,
+            score=request.score,
+            hold_s=wanted.hold_s if wanted.on_stop == "hold" else None,
+            tree=None if limits is None else (limits.max_rows, limits.max_tokens, limits.max_branches),
         )
 
     def make_request(self) -> Request:
@@ -98,6 +107,8 @@ class AddRequest(Input):
                 ttft_slo_ms=ttft_slo_ms,
                 itl_slo_ms=itl_slo_ms,
                 on_infeasible=on_infeasible,
+                on_stop="end" if self.hold_s is None else "hold",
+                hold_s=DEFAULT_HOLD_S if self.hold_s is None else self.hold_s,
             ),
             arrival_s=self.arrival_s,
             tenant=self.tenant,
@@ -107,6 +118,11 @@ class AddRequest(Input):
         )
         request.num_prompt, request.parent = self.num_prompt, self.parent
         request.model, request.adapter = self.model, self.adapter
+        request.shares = self.num_prompt if self.shares is None else self.shares
+        request.score = self.score
+        if self.tree is not None:
+            rows, tokens, branches = self.tree
+            request.tree_limits = TreeLimits(max_rows=rows, max_tokens=tokens, max_branches=branches)
         return request
 
 
@@ -130,6 +146,21 @@ class FailRequest(Input):
 
     request: RequestId
     detail: str
+
+
+@_logged_as("extend")
+class Extend(Input):
+    """Tokens were put behind those of a request."""
+
+    request: RequestId
+    num_tokens: int
+    max_tokens: int  # that it may generate behind them
+
+
+@_logged_as("score")
+class SetScore(Input):
+    request: RequestId
+    score: float
 
 
 @_logged_as("priority")

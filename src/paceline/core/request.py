@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
+from paceline.core.tree import Tree, TreeLimits
 from paceline.errors import InvalidRequest
 
 RequestId = NewType("RequestId", int)
@@ -34,6 +35,7 @@ class RequestState(IdentityEnum):
     BLOCKED = "blocked"  # waits for something outside the scheduler, see Blocked
     SWAPPED = "swapped"  # owns host places, waits to come back
     PAUSED = "paused"  # put aside by its owner; owns at most host places
+    HELD = "held"  # has come to its end and waits for what its owner does with it; owns nothing
     FINISHED = "finished"
     REJECTED = "rejected"
 
@@ -41,11 +43,12 @@ class RequestState(IdentityEnum):
 _S = RequestState
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
-    _S.WAITING: frozenset({_S.RUNNING, _S.BLOCKED, _S.PAUSED, _S.FINISHED}),
-    _S.RUNNING: frozenset({_S.WAITING, _S.SWAPPED, _S.PAUSED, _S.FINISHED}),
-    _S.BLOCKED: frozenset({_S.WAITING, _S.RUNNING, _S.SWAPPED, _S.PAUSED, _S.FINISHED}),
-    _S.SWAPPED: frozenset({_S.BLOCKED, _S.WAITING, _S.PAUSED, _S.FINISHED}),
-    _S.PAUSED: frozenset({_S.WAITING, _S.SWAPPED, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.RUNNING, _S.BLOCKED, _S.PAUSED, _S.HELD, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.SWAPPED, _S.PAUSED, _S.HELD, _S.FINISHED}),
+    _S.BLOCKED: frozenset({_S.WAITING, _S.RUNNING, _S.SWAPPED, _S.PAUSED, _S.HELD, _S.FINISHED}),
+    _S.SWAPPED: frozenset({_S.BLOCKED, _S.WAITING, _S.PAUSED, _S.HELD, _S.FINISHED}),
+    _S.PAUSED: frozenset({_S.WAITING, _S.SWAPPED, _S.HELD, _S.FINISHED}),
+    _S.HELD: frozenset({_S.WAITING, _S.FINISHED}),
     _S.FINISHED: frozenset(),
     _S.REJECTED: frozenset(),
 }
@@ -75,6 +78,14 @@ class Blocked:
     deadline_s: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """What would have ended a held request, and when it is pruned."""
+
+    reason: FinishReason
+    until_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class BlockKey:
     """Opaque identity of one full block of tokens and everything before it.
@@ -97,6 +108,7 @@ class Cost(NamedTuple):
     # Drafts from its prediction that were verified: those that were right, and the others.
     accepted_predictions: int = 0
     rejected_predictions: int = 0
+    injected: int = 0  # of its output, tokens that were put in from outside
 
 
 NO_COST = Cost()
@@ -132,6 +144,7 @@ class Request:
         "failed_at",
         "finished_s",
         "first_token_s",
+        "held",
         "host_places",
         "id",
         "joined_at",
@@ -146,11 +159,15 @@ class Request:
         "reserved",
         "row",
         "sampling",
+        "score",
         "service_level",
+        "shares",
         "state",
         "step_failures",
         "tenant",
         "tokens",
+        "tree",
+        "tree_limits",
     )
 
     def __init__(
@@ -181,8 +198,13 @@ class Request:
         self.parent: RequestId | None = None
         self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it
+        self.shares = len(tokens)  # of its tokens, those it has in common with its parent
+        self.score = 0.0  # among the branches of its tree, the higher goes first
+        self.tree_limits: TreeLimits | None = None  # of the first request of a tree, where there are any
+        self.tree: Tree | None = None
         self.state = RequestState.NEW
         self.blocked: Blocked | None = None
+        self.held: Hold | None = None
         self.row = NO_ROW
         self.num_computed = 0  # tokens whose KV lies in host_places, or was brought along from outside
         self.peak_computed = 0  # most tokens it ever had computed, as of when it last left a row
@@ -254,6 +276,19 @@ class Request:
         return f"Request({self.id}, {self.state.value}, row={self.row}, tokens={self.num_tokens})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchState:
+    """A live branch of a tree."""
+
+    request: RequestId
+    parent: RequestId | None
+    state: RequestState
+    score: float
+    num_prompt: int
+    num_output: int
+    shares: int  # tokens it has in common with its parent
+
+
 # A change of a live request by its owner, and what became of it.
 
 
@@ -273,6 +308,7 @@ class Change:
     until_s: float | None = None
     paused: bool | None = None
     end_reasoning: bool | None = None  # True: the answer begins now
+    score: float | None = None  # among the branches of its tree
 
 
 # Per-request hooks: the work the engine does for one request inside the step loop, behind one seam.

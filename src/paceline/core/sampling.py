@@ -28,7 +28,7 @@ MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_OBJECTIVE_MS = 86_400_000  # a day
-MAX_HOLD_S = 3600.0
+DEFAULT_HOLD_S, MAX_HOLD_S = 60.0, 3600.0
 ON_INFEASIBLE = ("refuse", "try")
 ON_STOP = ("end", "hold")
 _LARGEST = 2**31 - 1
@@ -238,7 +238,11 @@ class SamplingParams:
         offered=Offer.SERVER,
     )
     hold_s: float = parameter(
-        60.0, "how long it is kept before it is pruned", low=0.01, high=MAX_HOLD_S, offered=Offer.SERVER
+        DEFAULT_HOLD_S,
+        "how long it is kept before it is pruned",
+        low=0.01,
+        high=MAX_HOLD_S,
+        offered=Offer.SERVER,
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.request import RequestId
 from paceline.errors import InvalidRequest
 
 MAX_TREE_BRANCHES = 256
@@ -19,7 +18,7 @@ class TreeLimits:
     """What all branches of a tree may have together; None: as much as any request."""
 
     max_rows: int | None = None  # branches that compute at the same time
-    max_tokens: int | None = None  # output: generated, and what live branches may still generate
+    max_tokens: int | None = None  # that were generated, or may still be by live branches
     max_branches: int = MAX_TREE_BRANCHES  # that are alive, the first one counted
 
     def __post_init__(self) -> None:
@@ -41,21 +40,31 @@ class TreeLimits:
 class Tree:
     """The live branches of a tree, and what they have used."""
 
-    __slots__ = ("limits", "members", "num_rows", "num_spent", "root")
+    __slots__ = ("limits", "members", "num_rows", "num_spent")
 
-    def __init__(self, root: RequestId, limits: TreeLimits) -> None:
-        self.root = root
+    def __init__(self, limits: TreeLimits) -> None:
         self.limits = limits
-        self.members: dict[RequestId, int] = {}  # and the output tokens each may come to at most
+        self.members: dict[int, int] = {}  # requests, and how many tokens each may come to generate
         self.num_rows = 0
-        self.num_spent = 0  # output tokens of branches that have ended
+        self.num_spent = 0  # tokens that branches have generated which have ended
 
     @property
-    def tokens_left(self) -> int | None:
-        if self.limits.max_tokens is None:
-            return None
-        return max(0, self.limits.max_tokens - self.num_spent - sum(self.members.values()))
+    def has_rows(self) -> bool:
+        """Whether one more of its branches may compute."""
+        return self.limits.max_rows is None or self.num_rows < self.limits.max_rows
 
-    @property
-    def branches_left(self) -> int:
-        return max(0, self.limits.max_branches - len(self.members))
+    def objection(self, num_branches: int, num_tokens: int) -> str:
+        """Why it cannot have so many more branches, which may generate so many more tokens; "": it can."""
+        limits = self.limits
+        left = limits.max_branches - len(self.members)
+        if num_branches > left:
+            return f"the tree may have {limits.max_branches} branches: {left} are left, {num_branches} are asked for"
+        if limits.max_tokens is None:
+            return ""
+        left = limits.max_tokens - self.num_spent - sum(self.members.values())
+        if num_tokens <= left:
+            return ""
+        return (
+            f"the tree may generate {limits.max_tokens} tokens: {max(0, left)} are left, {num_tokens} are asked for; "
+            "prune branches, or give max_tokens"
+        )

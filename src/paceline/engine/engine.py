@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResul
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
     DEFAULT_TENANT,
+    BranchState,
     Change,
     ChangeOutcome,
     Request,
@@ -33,8 +35,9 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.engine.guides import Guides
-from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition
+from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 
 OnForecast = Callable[[RequestId, Forecast | None], object]
@@ -98,8 +101,11 @@ class Engine:
         deadline_s: float | None = None,
         arrival_s: float | None = None,
         first_id: RequestId | None = None,
+        tree: TreeLimits | None = None,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
+
+        `tree`: what these branches, and all that are forked from them, may have together.
 
         `first_id` is for callers that number requests themselves: ids only go up, and those of branches follow.
         """
@@ -112,6 +118,7 @@ class Engine:
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s = due_s
+        branches[0].tree_limits = tree
         guide = self.guides.check(sampling.structured_outputs)
         if self.on_forecast is not None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
@@ -167,29 +174,112 @@ class Engine:
         self._next_id = max(self._next_id, request.id + 1)
         self.scheduler.add([request])
 
-    def fork(self, request_id: RequestId, count: int) -> list[RequestId]:
-        """Branch a live request `count` times at the last token it has delivered. Prune a branch to drop it."""
-        parent = self.scheduler.state.requests.get(request_id)
-        tokens = self.scheduler.tokens_of(request_id)
-        assert parent is not None
-        left = parent.max_total - len(tokens)
-        if left < 1:  # it only waits for its batch to leave
-            raise InvalidTransition(f"request {request_id} has all its tokens: there is nothing to branch")
-        produced = len(tokens) - parent.num_prompt
-        min_tokens = max(0, parent.sampling.min_tokens - produced)
-        sampling = replace(parent.sampling, max_tokens=left, min_tokens=min_tokens, n=1)
-        first = parent.branches + 1
+    def fork(
+        self,
+        request_id: RequestId,
+        count: int,
+        *,
+        at: int | None = None,
+        append: Sequence[int] = (),
+        score: float = 0.0,
+        changes: Mapping[str, Any] | None = None,
+    ) -> list[RequestId]:
+        """Branch a live request `count` times behind token `at` of its output, or behind the last it has delivered.
+
+        `append` stands behind that, and the branches continue from there. `changes` are fields of SamplingParams; a
+        branch may generate as many tokens as its parent could from there, unless they say otherwise. Branches are of
+        their parent's tree, where those with a higher score go first. Prune a branch to drop it.
+        """
+        known = self.scheduler.tokens_of(request_id)
+        parent = self.scheduler.state.requests[request_id]
+        at = len(known) - parent.num_prompt if at is None else at
+        if not 0 <= at <= len(known) - parent.num_prompt:
+            produced = len(known) - parent.num_prompt
+            raise InvalidRequest(
+                f"at: the output has {produced} tokens, there is no place {at} in it", param="at"
+            )
+        kept = parent.num_prompt + at
+        tokens = np.concatenate([known[:kept], np.array(append, np.int32)])
+        sampling = self._forked(parent, at, len(append), changes or {})
+        guide, start = None, 0
+        if sampling.structured_outputs is not None:
+            guide, start = self.guides.of_branch(parent, tokens.tolist(), kept)
+        own_seed = changes is not None and "seed" in changes
+        first = 0 if own_seed else parent.branches + 1
         branches = [self._branch(tokens, sampling, first + index) for index in range(count)]
-        parent.branches += count
-        for branch in branches:
+        block_size = self.scheduler.state.kv.block_size
+        for index, branch in enumerate(branches):
+            branch.branch = parent.branches + 1 + index
             branch.tenant, branch.service_level = parent.tenant, parent.service_level
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
-            branch.keys = parent.keys[: len(tokens) // self.scheduler.state.kv.block_size]
+            branch.shares, branch.score = kept, score
+            branch.keys = parent.keys[: kept // block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)
+        parent.branches += count
         if sampling.structured_outputs is not None:
-            self.guides.add(branches, self.guides.of_parent(request_id))
+            self.guides.add(branches, guide, start)
         return [branch.id for branch in branches]
+
+    def _forked(
+        self, parent: Request, at: int, num_append: int, changes: Mapping[str, Any]
+    ) -> SamplingParams:
+        """The parameters of a branch: those of its parent, from a place in its output on."""
+        left = parent.sampling.max_tokens - at - num_append
+        if left < 1 and "max_tokens" not in changes:
+            raise InvalidTransition(
+                f"request {parent.id} has all its tokens: there is nothing to branch, unless max_tokens says how many "
+                "more there may be"
+            )
+        min_tokens = min(max(0, parent.sampling.min_tokens - at), changes.get("max_tokens", left))
+        if (
+            changes.get("structured_outputs", parent.sampling.structured_outputs)
+            != parent.sampling.structured_outputs
+        ):
+            raise InvalidRequest("a branch has the structure of its parent", param="structured_outputs")
+        values = {"max_tokens": left, "min_tokens": min_tokens, "prompt_logprobs": None, **changes, "n": 1}
+        return replace(parent.sampling, **values)
+
+    def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+        """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`."""
+        if not len(tokens):
+            raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
+        self.scheduler.tokens_of(request_id)  # raises where there is no such request
+        guide = self.guides.of_parent(request_id)
+        moved = None if guide is None else self.guides.behind(guide, tokens)
+        self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)
+        if moved is not None:
+            self.guides.replace(request_id, moved)
+            if moved.is_over:
+                request = self.scheduler.state.requests[request_id]
+                self.scheduler.finish_at(request_id, request.num_tokens - request.num_prompt)
+
+    def set_score(self, request_id: RequestId, score: float) -> None:
+        """Where a branch stands among the others of its tree."""
+        if not math.isfinite(score):
+            raise InvalidRequest("score must be a finite number", param="score")
+        self.scheduler.set_score(request_id, score)
+
+    def branches_of(self, request_id: RequestId) -> list[BranchState]:
+        """The live branches of a request's tree, in the order they came."""
+        requests = self.scheduler.state.requests
+        request = requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no live request has the id {request_id}")
+        members = [request_id] if request.tree is None else sorted(request.tree.members)
+        found = [requests[RequestId(number)] for number in members]
+        return [
+            BranchState(
+                request=branch.id,
+                parent=branch.parent,
+                state=branch.state,
+                score=branch.score,
+                num_prompt=branch.num_prompt,
+                num_output=self.scheduler.num_tokens_of(branch) - branch.num_prompt,
+                shares=branch.shares,
+            )
+            for branch in found
+        ]
 
     def abort(self, request_id: RequestId) -> bool:
         return self.scheduler.abort(request_id)
@@ -379,7 +469,7 @@ class _Failed:
         raise AssertionError("a refused plan has no result")
 
 
-# A change of a live request by its owner: priority, deadline, paused or not, the end of its reasoning.
+# A change of a live request by its owner: priority, deadline, score, paused or not, the end of its reasoning.
 #
 # The same for a server and for programs without one. Each part that is given becomes an input of the scheduler, so
 # that a replay has it too, but for reasoning, of which it has the tokens; pausing what is paused, or resuming what
@@ -396,6 +486,8 @@ def apply_change(engine: Engine, request_id: RequestId, change: Change) -> Chang
         return ChangeOutcome.NOT_REASONING
     if change.priority is not None:
         request.service_level._replace(priority=change.priority).check()
+    if change.score is not None and not math.isfinite(change.score):
+        raise InvalidRequest("score must be a finite number", param="score")
     is_paused = request.state is RequestState.PAUSED
     if change.paused and not is_paused:
         try:
@@ -406,6 +498,8 @@ def apply_change(engine: Engine, request_id: RequestId, change: Change) -> Chang
             return ChangeOutcome.ENDED
     if change.priority is not None:
         scheduler.set_priority(request_id, change.priority)
+    if change.score is not None:
+        engine.set_score(request_id, change.score)
     if change.until_s is not None:
         scheduler.set_deadline(request_id, change.until_s if change.until_s < math.inf else None)
     if change.paused is False and is_paused:

@@ -16,7 +16,7 @@ from paceline.core.guide import Guide, GuideMaker
 from paceline.core.plan import GuideWork
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.core.structure import Structure
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, InvalidTransition
 from paceline.guide.matcher import consume_all
 from paceline.scheduler.scheduler import Scheduler
 
@@ -32,6 +32,7 @@ class Guides:
         self._scheduler = scheduler
         self._maker = maker
         self._guides: dict[RequestId, Guide] = {}
+        self._starts: dict[RequestId, int] = {}  # tokens before the first that its guide sees
         self._waiting: dict[RequestId, Structure] = {}
 
     def __bool__(self) -> bool:
@@ -55,9 +56,11 @@ class Guides:
             counters = self._scheduler.state.counters
             counters.compiled, counters.compile_s = self._maker.compiled
 
-    def add(self, requests: Sequence[Request], guide: Guide | None) -> None:
-        """Requests of one structure have come; None: it is being compiled."""
+    def add(self, requests: Sequence[Request], guide: Guide | None, start: int | None = None) -> None:
+        """Requests of one structure have come; None: it is being compiled. `start`: tokens before the first that it
+        has seen, where that is not their prompt."""
         for request in requests:
+            self._starts[request.id] = request.num_prompt if start is None else start
             structure = request.sampling.structured_outputs
             if guide is not None:
                 self._guides[request.id] = guide.copy()
@@ -68,6 +71,32 @@ class Guides:
 
     def of_parent(self, request_id: RequestId) -> Guide | None:
         return self._guides.get(request_id)
+
+    def of_branch(self, parent: Request, tokens: Sequence[int], shares: int) -> tuple[Guide | None, int]:
+        """The guide of a branch with these tokens, of which it shares some with its parent, and how many come before
+        the first that it has seen. None: it is being compiled."""
+        start, seen, guide = self._starts[parent.id], shares, self._guides.get(parent.id)
+        if guide is None or shares < self._scheduler.num_tokens_of(parent):  # it stands behind later ones
+            guide, seen = self.check(parent.sampling.structured_outputs), start
+        if guide is not None:
+            return self.behind(guide, tokens[seen:]), start
+        if len(tokens) > start:
+            raise InvalidTransition(
+                f"request {parent.id}: the structure of its answer is still being compiled"
+            )
+        return None, start
+
+    def behind(self, guide: Guide, tokens: Sequence[int]) -> Guide:
+        """A copy of a guide that has seen these tokens too. Raises where it does not allow them."""
+        if guide.accepts(tokens) != len(tokens):
+            raise InvalidTransition("the structure of the answer does not allow these tokens here")
+        moved = guide.copy()
+        moved.consume(tokens)
+        return moved
+
+    def replace(self, request_id: RequestId, guide: Guide) -> None:
+        """A request goes on behind another guide."""
+        self._guides[request_id] = guide
 
     def let_in(self) -> None:
         """Requests whose structure is compiled by now may run."""
@@ -141,6 +170,7 @@ class Guides:
 
     def _end(self, among: dict[RequestId, Any], request_id: RequestId, outcome: str) -> None:
         del among[request_id]
+        self._starts.pop(request_id, None)
         counts = self._scheduler.state.counters.structures
         counts[outcome] = counts.get(outcome, 0) + 1
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.events import Forecast, Rule
 from paceline.core.request import Request, RequestState
+from paceline.core.tree import Tree, TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -19,6 +20,7 @@ from paceline.errors import (
     NeverFits,
     PacelineError,
     QueueFull,
+    TreeFull,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def rejection_of(state: SchedulerState, requests: Sequence[Request]) -> Rejectio
         impossible = _impossible(state, request)
         if impossible is not None:
             return impossible
-    return _no_place(state, requests)
+    return _no_place(state, requests) or _no_tree(state, requests)
 
 
 def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
@@ -61,6 +63,21 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         )
         return Rejection([request], Rule.KV_CAPACITY, NeverFits(message, param="max_tokens"))
     return None
+
+
+def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
+    """Why the tree they belong to does not take them."""
+    first = requests[0]
+    parent = None if first.parent is None else state.requests.get(first.parent)
+    if parent is None and first.tree_limits is None:
+        return None  # fewer than any tree may have
+    tree = None if parent is None else parent.tree
+    if tree is None:
+        tree = Tree(first.tree_limits or TreeLimits())
+        if parent is not None:
+            tree.members[parent.id] = parent.sampling.max_tokens
+    objection = tree.objection(len(requests), sum(request.sampling.max_tokens for request in requests))
+    return Rejection(requests, Rule.TREE_LIMIT, TreeFull(objection)) if objection else None
 
 
 def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:

@@ -15,8 +15,17 @@ import numpy as np
 
 from paceline.core import inputs
 from paceline.core.dial import DialSetting
-from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Forecast, Rule, StepEvents
-from paceline.core.plan import StepPlan, StepResult
+from paceline.core.events import (
+    NO_NUMBER,
+    NO_REQUEST,
+    Decision,
+    DecisionKind,
+    Forecast,
+    Rule,
+    StepEvents,
+    TokenEvents,
+)
+from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
     Blocked,
@@ -26,7 +35,7 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
-from paceline.errors import InvalidTransition, UnknownRequest
+from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownRequest
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
@@ -138,13 +147,15 @@ class Scheduler:
         request = state.requests.get(request_id)
         if request is None:
             return False
+        if request.held is not None and request.num_tokens <= request.num_prompt + num_output:
+            return True
         self._input(inputs.FinishRequest(request=request_id, num_output=num_output))
         total = request.num_prompt + num_output
         if request.row == NO_ROW:
             if request.id in state.queue:  # it counts the request's tokens
                 state.queue.remove(request)
             request.tokens = request.tokens[:total]
-            state.end(request, FinishReason.STOP)
+            state.close(request, FinishReason.STOP)
             return True
         rows, row = state.rows, request.row
         request.tokens = request.tokens[:total]
@@ -177,6 +188,109 @@ class Scheduler:
             branch.parent = request_id
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
+
+    def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
+        """Put tokens behind those a request has; it continues from there, at its old place in the order.
+
+        They become part of its output, and its length grows by them. `max_tokens`: how many it may generate from here
+        on, as many as were left where it is None. What it had computed is found in the prefix cache.
+        """
+        request = self._live(request_id)
+        num_tokens = self.num_tokens_of(request)
+        if max_tokens is None:
+            max_tokens = request.max_total - num_tokens
+        self._check_extension(request, num_tokens + len(tokens), max_tokens)
+        self._input(inputs.Extend(request=request_id, num_tokens=len(tokens), max_tokens=max_tokens))
+        state = self.state
+        waits = request.id in state.queue
+        if waits:  # it counts the request's tokens
+            state.queue.remove(request)
+        try:
+            if request.row != NO_ROW:
+                state.publish(request)
+                state.kv.release(request.row)
+                state.leave_row(request)
+                request.blocked, request.reserved, request.num_computed = None, False, 0
+            self._inject(request, tokens, max_tokens)
+        except Exception as error:
+            state.fail(request, error)
+            return
+        finally:
+            self._after_leaving()
+        if waits:
+            state.queue.push(request, state.orders[request.id], state.tenant_index(request.tenant))
+        elif request.state is not RequestState.PAUSED:
+            request.held = None
+            state.enqueue(request)
+
+    def _check_extension(self, request: Request, num_tokens: int, max_tokens: int) -> None:
+        """Raise what keeps a request from having so many tokens, with room for so many more."""
+        state, number = self.state, request.id
+        waits = request.blocked is not None and request.blocked.reason is not BlockReason.SWAP_IN
+        if waits or self._is_done(request):
+            raise InvalidTransition(f"request {number} cannot be extended while it is {request.state.value}")
+        if max_tokens < 1:
+            raise InvalidTransition(
+                f"request {number} has all its tokens: say with max_tokens how many more it may have"
+            )
+        total = num_tokens + max_tokens
+        if total > state.config.max_model_len or not state.kv.can_ever_hold(total):
+            raise NeverFits(
+                f"{num_tokens} tokens and {max_tokens} more do not fit: this model takes {state.config.max_model_len}, "
+                "and the KV cache must hold them",
+                param="max_tokens",
+            )
+        if request.tree is not None:
+            grows = self._may_generate(request, num_tokens, max_tokens) - request.tree.members[number]
+            objection = request.tree.objection(0, grows)
+            if objection:
+                raise TreeFull(objection)
+
+    def _may_generate(self, request: Request, num_tokens: int, max_tokens: int) -> int:
+        """Tokens a request has generated and may still, if those put in until now are no more than what is known."""
+        return num_tokens - request.num_prompt - request.cost.injected + max_tokens
+
+    def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
+        state, count = self.state, len(tokens)
+        first = request.num_tokens - request.num_prompt
+        total = first + count + max_tokens
+        least = request.sampling.min_tokens
+        request.sampling = replace(
+            request.sampling,
+            max_tokens=total,
+            min_tokens=min(total, least + count if first < least else least),
+        )
+        request.tokens = np.concatenate([request.tokens, tokens])
+        request.cost = request.cost._replace(injected=request.cost.injected + count)
+        if request.tree is not None:
+            request.tree.members[request.id] = total - request.cost.injected
+        if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
+            state.learn_keys(request)
+        state.accounting.admitted(state.tenant_index(request.tenant), count)
+        state.decide(DecisionKind.EXTEND, request, Rule.INJECTED, count)
+        state.events.tokens.append(
+            TokenEvents(
+                seq=state.kv.submitted,
+                time_s=state.now_s,
+                requests=np.full(count, request.id, np.int64),
+                tokens=tokens,
+                index=np.arange(first, first + count),
+                is_injected=True,
+            )
+        )
+
+    def set_score(self, request_id: RequestId, score: float) -> None:
+        """Where a branch stands among the others of its tree: the higher goes first and is preempted last."""
+        request = self._live(request_id)
+        self._input(inputs.SetScore(request=request_id, score=score))
+        self.state.decide(DecisionKind.CHANGE, request, Rule.SCORE, detail=f"{score:g}")
+        request.score = score
+        if request.tree is not None:
+            self.state.deal_places(request.tree)
+
+    def num_tokens_of(self, request: Request) -> int:
+        """Prompt and delivered output."""
+        return request.num_tokens if request.row == NO_ROW else self.state.rows.num_tokens.item(request.row)
 
     def tokens_of(self, request_id: RequestId) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Prompt and delivered output of a live request."""
@@ -245,7 +359,8 @@ class Scheduler:
         """Put a request aside until `resume`; it releases its row and blocks, by `swap` or the cheapest way."""
         request = self._live(request_id)
         returns = request.blocked is not None and request.blocked.reason is BlockReason.SWAP_IN
-        stuck = request.state in (RequestState.BLOCKED, RequestState.PAUSED) and not returns
+        resting = (RequestState.BLOCKED, RequestState.PAUSED, RequestState.HELD)
+        stuck = request.state in resting and not returns
         if stuck or self._is_done(request):
             raise InvalidTransition(f"request {request_id} is {request.state.value}: it cannot be paused")
         self._input(inputs.Pause(request=request_id, swap=swap))
@@ -311,6 +426,9 @@ class Scheduler:
             elif request.blocked is not None and request.blocked.deadline_s == due_s:
                 self._note(inputs.Expired(request=request_id))
                 state.end(request, FinishReason.ERROR, f"{request.blocked.reason.value}_timeout")
+            elif request.held is not None and request.held.until_s == due_s:
+                self._note(inputs.Expired(request=request_id))
+                state.end(request, request.held.reason, Rule.HOLD_OVER.value)
 
     def next_wakeup_s(self) -> float | None:
         """When something may change by the clock alone: a deadline, or the opening of the admission gate."""
@@ -388,6 +506,8 @@ class Scheduler:
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:
             state.children.setdefault(request.parent, set()).add(request.id)
+        if request.parent is not None or request.tree_limits is not None:
+            state.join_tree(request)
 
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:

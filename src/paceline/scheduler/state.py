@@ -23,6 +23,7 @@ from paceline.core.events import (
     Decision,
     DecisionKind,
     Finished,
+    Held,
     LogprobEvent,
     Rule,
     StepEvents,
@@ -35,12 +36,14 @@ from paceline.core.request import (
     NO_ROW,
     Cost,
     FinishReason,
+    Hold,
     Request,
     RequestHooks,
     RequestId,
     RequestState,
     account_of,
 )
+from paceline.core.tree import Tree, TreeLimits
 from paceline.kv.manager import KVManager
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
@@ -92,7 +95,10 @@ _FINISH, _PREEMPT, _FINISHED = (
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)
-_USUAL_ENDINGS = (Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED)
+_USUAL_ENDINGS = (
+    *(Rule.STOP, Rule.LENGTH, Rule.ABORT, Rule.ERROR, Rule.DEADLINE, Rule.PRUNED),
+    Rule.HOLD_OVER,
+)
 _FAILURES = (Rule.NUMERICAL_ERROR, Rule.INTERNAL_ERROR, Rule.ENGINE_FAILED)
 _OF_GUIDES = (Rule.GRAMMAR_ERROR, Rule.GRAMMAR_TOO_COMPLEX)
 _ENDINGS = {rule.value: rule for rule in (*_USUAL_ENDINGS, *_FAILURES, *_OF_GUIDES)}
@@ -133,15 +139,15 @@ class EventBuffer:
     tokens: list[TokenEvents] = field(default_factory=list)
     logprobs: list[LogprobEvent] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
 
     def take(self) -> StepEvents:
         """All of them; the buffer is empty afterwards."""
-        events = StepEvents(
-            tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), finished=tuple(self.finished)
-        )
+        events = StepEvents(tuple(self.tokens), tuple(self.logprobs), tuple(self.finished), tuple(self.held))
         self.tokens.clear()
         self.logprobs.clear()
         self.finished.clear()
+        self.held.clear()
         return events
 
 
@@ -306,6 +312,8 @@ class SchedulerState:
             heapq.heappush(self.deadlines, (request.deadline_s, request.id))
         if request.blocked is not None and request.blocked.deadline_s is not None:
             heapq.heappush(self.deadlines, (request.blocked.deadline_s, request.id))
+        if request.held is not None:
+            heapq.heappush(self.deadlines, (request.held.until_s, request.id))
         # A request that has ended leaves its entry behind; those may not pile up until their time has come.
         if len(self.deadlines) > SPARE_DEADLINES + 4 * len(self.requests):
             self.deadlines = sorted({entry for entry in self.deadlines if self.is_due(*entry)})
@@ -315,14 +323,19 @@ class SchedulerState:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        blocked = request.blocked
-        return request.deadline_s == due_s or (blocked is not None and blocked.deadline_s == due_s)
+        blocked, held = request.blocked, request.held
+        waits = (blocked is not None and blocked.deadline_s == due_s) or (
+            held is not None and held.until_s == due_s
+        )
+        return request.deadline_s == due_s or waits
 
     def take_row(self, request: Request, num_computed: int, source: int = NO_ROW) -> int:
         """Give a request a row and note that it joins in the plan being made."""
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, source))
+        if request.tree is not None:
+            request.tree.num_rows += 1
         if request.id != self.last_admitted:
             self.admitted_before, self.last_admitted = self.last_admitted, request.id
         return row
@@ -332,6 +345,8 @@ class SchedulerState:
         row = request.row
         settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
+        if request.tree is not None:
+            request.tree.num_rows -= 1
         self.prefilling.pop(request.id, None)
         self.forget_computing(request)
         before = self.joins
@@ -401,15 +416,8 @@ class SchedulerState:
 
     def end(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         """The one way a live request becomes terminal: let go of everything it holds, then say so."""
-        if request.row != NO_ROW:
-            self.kv.release(request.row)
-            self.leave_row(request)  # takes its tokens along
-        elif request.id in self.queue:
-            self.queue.remove(request)
-        if request.host_places:
-            self.kv.drop_places(request.host_places, request.id)
-            request.host_places = ()
-        request.blocked = None
+        self._let_go(request)
+        request.held = None
         request.move(_FINISHED)
         request.finished_s = self.now_s
         del self.requests[request.id]
@@ -422,10 +430,14 @@ class SchedulerState:
         except Exception as error:
             self.decide(DecisionKind.FAIL, request, Rule.FINISH_HOOK, detail=type(error).__name__)
         num_output = request.num_tokens - request.num_prompt
+        if request.tree is not None:
+            self._leave_tree(request, num_output)
         self.output_stats.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(detail or raw_value(reason))
         if rule is None:  # what a caller says of an abort may be anything
             self.decide(DecisionKind.FINISH, request, Rule(reason.value), num_output, detail=detail)
+        elif rule is Rule.PRUNED and request.score:
+            self.decide(_FINISH, request, rule, num_output, detail=f"score {request.score:g}")
         else:
             self.decide(_FINISH, request, rule, num_output)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
@@ -444,6 +456,83 @@ class SchedulerState:
                 cost=request.cost,
             )
         )
+
+    def close(self, request: Request, reason: FinishReason, detail: str = "") -> None:
+        """A request has come to its end: it ends, or is held if that is what it wants."""
+        if request.sampling.on_stop == "hold":
+            self.hold(request, reason)
+        else:
+            self.end(request, reason, detail)
+
+    def hold(self, request: Request, reason: FinishReason) -> None:
+        """Keep a request that has come to its end: its tokens are known, what it computed stays in the cache."""
+        self._let_go(request)
+        request.reserved, request.num_computed = False, 0
+        self.forget_beyond(request)
+        until_s = self.now_s + request.sampling.hold_s
+        if request.held is None:
+            request.move(RequestState.HELD)
+        request.held = Hold(reason=reason, until_s=until_s)
+        self.watch_deadline(request)
+        num_output = request.num_tokens - request.num_prompt
+        self.decide(
+            DecisionKind.HOLD, request, Rule(reason.value), num_output, seconds=request.sampling.hold_s
+        )
+        self.events.held.append(Held(request.id, reason, num_output, until_s))
+
+    def forget_beyond(self, request: Request) -> None:
+        """What was known of tokens behind its last one is of tokens it no longer has."""
+        del request.keys[request.num_tokens // self.kv.block_size :]
+        request.peak_computed = min(request.peak_computed, request.num_tokens)
+        for child in self.children.get(request.id, ()):
+            branch = self.requests[child]
+            branch.shares = min(branch.shares, request.num_tokens)
+
+    def _let_go(self, request: Request) -> None:
+        """Off its row or out of the queue, with nothing left that it owns."""
+        if request.row != NO_ROW:
+            self.kv.release(request.row)
+            self.leave_row(request)  # takes its tokens along
+        elif request.id in self.queue:
+            self.queue.remove(request)
+        if request.host_places:
+            self.kv.drop_places(request.host_places, request.id)
+            request.host_places = ()
+        request.blocked = None
+
+    def join_tree(self, request: Request) -> None:
+        """A branch belongs to the tree of its parent, the first of a tree with limits to its own."""
+        parent = None if request.parent is None else self.requests.get(request.parent)
+        if parent is not None and parent.tree is None:
+            parent.tree = Tree(parent.tree_limits or TreeLimits())
+            parent.tree.members[parent.id] = parent.sampling.max_tokens
+            parent.tree.num_rows = int(parent.row != NO_ROW)
+        if parent is not None:
+            request.tree = parent.tree
+        elif request.tree_limits is not None:
+            request.tree = Tree(request.tree_limits)
+        if request.tree is not None:
+            request.tree.members[request.id] = request.sampling.max_tokens
+            if request.score or (parent is not None and parent.score):
+                self.deal_places(request.tree)
+
+    def deal_places(self, tree: Tree) -> None:
+        """Give the places that the branches of a tree have in the order of arrival to them by their scores."""
+        branches = [self.requests[RequestId(number)] for number in tree.members]
+        places = sorted(self.orders[branch.id] for branch in branches)
+        branches.sort(key=lambda branch: (-branch.score, self.orders[branch.id]))
+        for place, branch in zip(places, branches, strict=True):
+            self.orders[branch.id] = place
+            if branch.row != NO_ROW:
+                self.rows.order[branch.row] = place
+            elif branch.id in self.queue:
+                self.queue.set_order(branch, place)
+
+    def _leave_tree(self, request: Request, num_output: int) -> None:
+        tree = request.tree
+        assert tree is not None
+        del tree.members[request.id]
+        tree.num_spent += num_output - request.cost.injected
 
     def fail(self, request: Request, error: Exception) -> None:
         """The request-scoped error boundary: whatever a per-request hook raised ends this request alone."""

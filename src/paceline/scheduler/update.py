@@ -129,8 +129,10 @@ def _deliver(
         )
     )
     if flight.spans:  # a row that computes known tokens may get its first
-        for row in owner[index == 0].tolist():
+        for row in at[place == 0].tolist():
             request = _owner(state, row)
+            if request.first_token_s is not None:
+                continue
             request.first_token_s = state.now_s
             if state.dial.watches:
                 state.dial.first_token(state.now_s - request.arrival_s)
@@ -176,13 +178,13 @@ def retire_batch(state: SchedulerState) -> None:
 
 
 def finish(state: SchedulerState, request: Request, reason: FinishReason, detail: str = "") -> None:
-    """A request on a row has ended well: what it computed may serve others, then it goes."""
+    """A request on a row has come to its end: what it computed may serve others, then it goes, or is held."""
     try:
         state.publish(request)
     except Exception as error:
         state.fail(request, error)
         return
-    state.end(request, reason, detail)
+    state.close(request, reason, detail)
 
 
 def _spans_done(state: SchedulerState, flight: Flight) -> bool:

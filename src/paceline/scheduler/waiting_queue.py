@@ -18,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.policy import RequestView
 from paceline.scheduler.view_columns import COUNTS, TIMES, counts_of, part_of, times_of
 
-PRIORITY, TENANT, DEADLINE = COUNTS.index("priority"), COUNTS.index("tenant"), TIMES.index("deadline_s")
+ORDER, PRIORITY, TENANT = (COUNTS.index(name) for name in ("order", "priority", "tenant"))
+DEADLINE = TIMES.index("deadline_s")
 
 
 class WaitingQueue:
@@ -89,6 +90,9 @@ class WaitingQueue:
         """The tenants that wait besides some; if there are none, the last one that did."""
         last = () if self._last_tenant is None else (self._last_tenant,)
         return self.tenants.keys() - beside or set(last).difference(beside)
+
+    def set_order(self, request: Request, order: int) -> None:
+        self._counts[self._place[request.id], ORDER] = order
 
     def set_priority(self, request: Request) -> None:
         self._counts[self._place[request.id], PRIORITY] = request.priority

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+import numpy as np
+
 from paceline.audit.codec import (
     Generations,
     Json,
@@ -346,6 +348,10 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.AbortRequest: Scheduler.abort,
     inputs.FinishRequest: Scheduler.finish_at,
     inputs.FailRequest: Scheduler.fail,
+    inputs.Extend: lambda scheduler, request, count, more: scheduler.extend(
+        request, np.zeros(count, np.int32), more
+    ),
+    inputs.SetScore: Scheduler.set_score,
     inputs.SetPriority: Scheduler.set_priority,
     inputs.SetDeadline: Scheduler.set_deadline,
     inputs.SetPolicy: lambda scheduler, name, options: scheduler.set_policy(name, **dict(options)),

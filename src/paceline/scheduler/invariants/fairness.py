@@ -146,13 +146,16 @@ def progress_is_not_lost_twice(context: CheckContext) -> str | None:
 
 @invariant("P3", moment=CHANGES)
 def paused_requests_hold_nothing(context: CheckContext) -> str | None:
-    """A paused request has no row and does not wait for one."""
+    """A paused or held request has no row and does not wait for one; a held one has nothing on the host either."""
     state = context.scheduler.state
     for request in state.requests.values():
-        if request.state is not RequestState.PAUSED:
+        is_held = request.state is RequestState.HELD
+        if (request.held is not None) != is_held:
+            return f"request {request.id} is {request.state.value}, and its hold is {request.held}"
+        if request.state is not RequestState.PAUSED and not is_held:
             continue
-        if request.row != NO_ROW or request.id in state.queue:
-            return f"request {request.id} is paused and {'runs' if request.row != NO_ROW else 'waits'}"
+        if request.row != NO_ROW or request.id in state.queue or (is_held and request.host_places):
+            return f"request {request.id} is {request.state.value} and {'runs' if request.row != NO_ROW else 'waits'}"
     return None
 
 

@@ -25,7 +25,7 @@ def work_is_done_when_there_is_any(context: CheckContext) -> str | None:
     if context.plan is not None or state.flights:
         return None
     for request in state.requests.values():
-        if request.state is RequestState.PAUSED:
+        if request.state in (RequestState.PAUSED, RequestState.HELD):
             continue
         blocked = request.blocked
         if blocked is not None and blocked.reason is not BlockReason.SWAP_IN:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
 
 from paceline.core.fast import count_set
-from paceline.core.request import NO_ROW, RequestState
+from paceline.core.request import NO_ROW, Request, RequestId, RequestState
+from paceline.core.tree import Tree
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SAYS,
@@ -21,6 +22,7 @@ from paceline.scheduler.invariants.half_steps import (
     in_time,
 )
 from paceline.scheduler.invariants.registry import CHANGES, PLANNED, CheckContext, Findings, invariant, sweep
+from paceline.scheduler.state import SchedulerState
 
 # Read for all requests; see core.fast.
 RUNNING, WAITING, SWAPPED, BLOCKED = (
@@ -88,6 +90,68 @@ def families_list_live_children(context: CheckContext) -> str | None:
         if not children:
             return f"request {parent} is listed without branches"
     return None
+
+
+@invariant("S30", moment=CHANGES)
+def trees_are_within_their_limits(context: CheckContext) -> str | None:
+    state = context.scheduler.state
+    seen: dict[Tree, int] = {}
+    for request in state.requests.values():
+        tree = request.tree
+        if tree is not None:
+            seen[tree] = seen.get(tree, 0) + (request.row != NO_ROW)
+            if tree.members.get(request.id) != request.sampling.max_tokens - request.cost.injected:
+                return f"request {request.id} may generate another number of tokens than its tree knows"
+    for tree, num_rows in seen.items():
+        limits = tree.limits
+        if not tree.members.keys() <= state.requests.keys() or num_rows != tree.num_rows:
+            return f"a tree says {sorted(tree.members)} with {tree.num_rows} rows, and has {num_rows}"
+        keeps_rows = limits.max_rows is None or state.mode.keeps_finished  # padded batches are filled whole
+        if not keeps_rows and num_rows > (limits.max_rows or 0):
+            return f"a tree has {num_rows} rows, {limits.max_rows} are allowed"
+        if len(tree.members) > limits.max_branches:
+            return f"a tree has {len(tree.members)} branches, {limits.max_branches} are allowed"
+        most = tree.num_spent + sum(tree.members.values())
+        if limits.max_tokens is not None and most > limits.max_tokens:
+            return f"a tree may come to {most} tokens, {limits.max_tokens} are allowed"
+    return None
+
+
+@invariant("S31", moment=CHANGES)
+def branches_have_their_parents_beginning(context: CheckContext) -> str | None:
+    """What a branch may share with its parent is the same in both."""
+    state = context.scheduler.state
+    for parent, children in state.children.items():
+        known = None
+        for branch in [state.requests[child] for child in children]:
+            if parent not in state.requests or branch.shares > branch.num_prompt:
+                continue
+            known = context.scheduler.tokens_of(parent) if known is None else known
+            if not np.array_equal(branch.tokens[: branch.shares], known[: branch.shares]):
+                return f"request {branch.id} says that it has {branch.shares} tokens of request {parent}"
+    return None
+
+
+@invariant("S32", moment=CHANGES)
+def the_best_of_a_tree_goes_first(context: CheckContext) -> str | None:
+    """Of two branches of a tree the one with the higher score has the earlier place, and places stay in the tree."""
+    state = context.scheduler.state
+    for request in state.requests.values():
+        tree = request.tree
+        if tree is None or request.parent in state.requests or len(tree.members) < 2:
+            continue
+        branches = sorted((state.requests[RequestId(number)] for number in tree.members), key=_place(state))
+        scores = [branch.score for branch in branches]
+        if any(scores) and scores != sorted(scores, reverse=True):
+            return f"the branches of a tree go in the order of the scores {scores}"
+        places = {state.orders[branch.id] for branch in branches}
+        if not places <= context.places.get(tree, places):
+            return f"a tree has the places {sorted(places)}, not all of which were its own"
+    return None
+
+
+def _place(state: SchedulerState) -> Callable[[Request], int]:
+    return lambda request: state.orders[request.id]
 
 
 @sweep("S23", moment=CHANGES)

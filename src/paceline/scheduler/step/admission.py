@@ -23,9 +23,9 @@ from paceline.scheduler.step.draft import StepDraft
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
-# A request that waits for a prefix or for its own copy waits for no room, and one that leaves room leaves it to
-# others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE))
+# A request that waits for a prefix, for its own copy or for another branch of its tree waits for no room, and one that
+# leaves room leaves it to others: requests behind it may be admitted.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -121,7 +121,8 @@ class Admission:
             row = self._give_row(request, start.num_computed, NO_ROW)
             state.kv.adopt(row, start.match)
         else:
-            fresh_branch = request.num_tokens == request.num_prompt  # all its tokens are in the parent's row
+            # All its tokens are in the parent's row.
+            fresh_branch = request.num_tokens == request.num_prompt == request.shares
             row = self._give_row(request, start.num_computed, start.parent_row if fresh_branch else NO_ROW)
             state.kv.share(start.parent_row, row, start.num_computed)
             state.rows.share([row, start.parent_row])
@@ -192,7 +193,7 @@ class Admission:
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
             # From the fork on, parent and branch differ.
-            common = min(request.num_prompt, request.num_tokens - 1)
+            common = min(request.shares, request.num_tokens - 1)
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.scheduled[parent.row]
             if still and done < common:
@@ -232,6 +233,8 @@ class Admission:
         left = self.rows_left()
         if left < 1:
             return NO_ROOM_ROWS
+        if request.tree is not None and not request.tree.has_rows:
+            return Rule.TREE_ROWS
         spare = self._spare(request)
         return Rule.SPARE if spare and left <= int(spare * self._state.most_rows) else None
 
