@@ -241,10 +241,14 @@ class Engine:
         return replace(parent.sampling, **values)
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
-        """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`."""
-        if not len(tokens):
-            raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
+        """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.
+
+        Without tokens, one that is held goes on, and any other gets another `max_tokens`.
+        """
         self.scheduler.tokens_of(request_id)  # raises where there is no such request
+        is_held = self.scheduler.state.requests[request_id].held is not None
+        if not len(tokens) and max_tokens is None and not is_held:
+            raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
         guide = self.guides.of_parent(request_id)
         moved = None if guide is None else self.guides.behind(guide, tokens)
         self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)

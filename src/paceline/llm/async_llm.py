@@ -183,6 +183,7 @@ class TreeInThread:
             try:
                 return getattr(front, what)(self._name, *args, **options)
             finally:
+                self._llm._on_events(front.engine.scheduler.take_events())
                 state = self._whole.copied()
                 _call(reader.loop, lambda: reader.take(state))
 

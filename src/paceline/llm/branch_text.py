@@ -125,7 +125,8 @@ class BranchText:
     def begin_with(self, parent: BranchText, at: int, append: Sequence[int] = ()) -> str:
         """Start as a branch of another one, with its first `at` tokens and `append` behind them; returns the text."""
         output, taken = self.output, parent.output.token_ids[:at]
-        fixed = min(parent.num_fixed, at)
+        # Where a stop string has ended the parent, that one is over.
+        fixed = at if parent.cut_at is not None and at >= parent.cut_at else min(parent.num_fixed, at)
         text = self.inject(taken[:fixed])
         output.token_ids += taken[fixed:]
         if self._stream is not None:

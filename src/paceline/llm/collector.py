@@ -247,17 +247,25 @@ class Collector:
     def is_held(self, request_id: RequestId) -> bool:
         return self._branches[request_id].output.held is not None
 
+    def num_holds(self, request_id: RequestId) -> int:
+        return self._branches[request_id].output.num_holds
+
+    def end_hold(self, request_id: RequestId) -> None:
+        """A branch goes on with nothing put in."""
+        text = self._branches[request_id].text
+        text.output.text += text.inject(())
+
     def sampling_of(self, request_id: RequestId) -> SamplingParams:
         return self._branches[request_id].text.sampling
 
-    def stop_at(self, request_id: RequestId, sampling: SamplingParams) -> None:
-        """Other stop strings for a branch: for what it has generated since the last token that was put in, and for
-        what it will generate."""
+    def stop_at(self, request_id: RequestId, sampling: SamplingParams, *, is_new: bool) -> bool:
+        """Other stop strings for what a branch will generate, and unless `is_new` for what it has generated since the
+        last token that was put in. Returns whether one was found there."""
         branch = self._branches[request_id]
         before, prepared = branch.text, branch.whole.prepared
         text = BranchText(before.output.index, self._tokenizer, prepared.token_ids, sampling, prepared.form)
-        output, fixed = before.output, max(before.num_fixed, branch.num_taken_over)
-        tokens = output.token_ids
+        output, tokens = before.output, before.output.token_ids
+        fixed = len(tokens) if is_new else max(before.num_fixed, branch.num_taken_over)
         found = text.begin_with(before, fixed)
         text.num_fixed = fixed
         is_stop = output.held == FinishReason.STOP.value and before.cut_at is None
@@ -270,8 +278,10 @@ class Collector:
             text.output.held, text.output.stop_reason = output.held, output.stop_reason
         branch.text = text
         branch.whole.output.outputs[output.index] = text.output
-        if text.cut_at is not None:
-            self._finish_at(branch.id, text.cut_at - branch.num_taken_over)
+        if text.cut_at is None:
+            return False
+        self._finish_at(branch.id, text.cut_at - branch.num_taken_over)
+        return True
 
     def take(self, events: StepEvents) -> list[RequestOutput]:
         """Bring outputs up to date; returns those that changed. Each is one object that grows."""

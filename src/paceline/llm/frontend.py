@@ -116,6 +116,8 @@ class Frontend:
         request = self.engine.scheduler.state.requests[request_id]
         if tokens or max_tokens is not None or self.collector.is_held(request_id):
             self.engine.extend(request_id, tokens, max_tokens=max_tokens)
+            if not tokens:  # no event tells it
+                self.collector.end_hold(request_id)
         if request.state is RequestState.PAUSED:
             self.engine.scheduler.resume(request_id)
 
@@ -146,11 +148,19 @@ class Frontend:
         engine.scheduler.pause(root)
         return output
 
-    def stop_at(self, name: str, branch: int, stops: tuple[str, ...]) -> None:
-        """Other stop strings for an output, from the last token on that was put in."""
-        request_id = self.collector.branch_id(name, branch)
-        sampling, _ = self._reader.read_changes(self.collector.sampling_of(request_id), {"stop": stops})
-        self.collector.stop_at(request_id, sampling)
+    def until(
+        self, name: str, branch: int, stops: tuple[str, ...], max_tokens: int | None, num_seen: int
+    ) -> None:
+        """Have an output go on to one of these texts. A hold that its reader has not seen (beyond `num_seen`) is no
+        place to go on from: then the texts are looked for in what it has generated until there."""
+        collector, request_id = self.collector, self.collector.branch_id(name, branch)
+        sampling, _ = self._reader.read_changes(collector.sampling_of(request_id), {"stop": stops})
+        request = self.engine.scheduler.state.requests[request_id]
+        is_held, num_holds = collector.is_held(request_id), collector.num_holds(request_id)
+        goes_on = request.state is RequestState.PAUSED or (is_held and num_holds <= num_seen)
+        is_cut = collector.stop_at(request_id, sampling, is_new=goes_on)
+        if goes_on or (max_tokens is not None and not is_held and not is_cut):
+            self.extend(name, branch, (), max_tokens=max_tokens)
 
     def set_score(self, name: str, branch: int, score: float) -> None:
         self.engine.set_score(self.collector.branch_id(name, branch), score)
