@@ -30,6 +30,7 @@ from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
+from paceline.llm.search import SearchResult, make_search
 from paceline.llm.tree import AsyncTree, Inserted, Told
 from paceline.text.tools.reading import read_openai_tools
 
@@ -137,8 +138,11 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
 class TreeInThread:
     """The backend of a tree: commands go to the engine's thread, which sends a new state after each."""
 
-    def __init__(self, llm: AsyncLLM, name: str, reader: Reader, whole: RequestOutput) -> None:
+    def __init__(
+        self, llm: AsyncLLM, name: str, reader: Reader, whole: RequestOutput, sampling: SamplingParams
+    ) -> None:
         self._llm, self._name, self._reader = llm, name, reader
+        self.tokenizer, self.sampling = llm.get_tokenizer(), sampling
         self._whole = whole  # the engine's thread's own
         self._told: set[asyncio.Task[Any]] = set()
         self._errors = Told()
@@ -305,10 +309,23 @@ class AsyncLLM(ModelHolder):
         self._readers[name] = reader
         try:
             whole = await self._in_engine(add)
-            async with AsyncTree(TreeInThread(self, name, reader, whole)) as tree:
+            async with AsyncTree(TreeInThread(self, name, reader, whole, prepared.sampling)) as tree:
                 yield tree
         finally:
             del self._readers[name]
+
+    async def search(
+        self,
+        kind: str,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> SearchResult:
+        """Search for an answer by branches; kinds and options as in `LLM.search`."""
+        search = make_search(kind, options)
+        params = search.sampling(sampling_params or self._front.default_sampling)
+        async with self.tree(prompt, params) as tree:
+            return await search.run(tree)
 
     async def fork(
         self,

@@ -73,6 +73,7 @@ class BranchText:
             return ""
         output = self.output
         output.token_ids += tokens
+        output.num_generated += len(tokens)
         stream = self._stream
         if stream is None:
             return ""
@@ -210,6 +211,7 @@ class BranchText:
     def _cut(self, stream: TextStream) -> None:
         """The output ends at the token that completed a stop string."""
         self.cut_at = stream.stopped_at
+        self.output.num_generated -= len(self.output.token_ids) - (self.cut_at or 0)
         del self.output.token_ids[self.cut_at :]
         self.output.stop_reason = stream.stop_reason
 

@@ -274,6 +274,7 @@ class Collector:
             text.output.logprobs[fixed:] = output.logprobs[fixed : len(text.output.token_ids)]
             text.output.cumulative_logprob = _sum(text.output)
         text.output.text, text.output.num_holds = found, output.num_holds
+        text.output.num_generated = output.num_generated - (len(tokens) - len(text.output.token_ids))
         if text.cut_at is None:
             text.output.held, text.output.stop_reason = output.held, output.stop_reason
         branch.text = text
@@ -383,6 +384,7 @@ class Collector:
         """A branch that was only to be read whole has ended."""
         tokens, first_s, last_s = self._unread.close(branch.id)
         branch.output.token_ids += tokens
+        branch.output.num_generated += len(tokens)
         metrics = branch.whole.output.metrics
         if tokens and metrics is not None:
             earliest = first_s if metrics.first_token_s is None else min(first_s, metrics.first_token_s)

@@ -19,7 +19,8 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.offline import Submission, TreeInPlace, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
-from paceline.llm.tree import Inserted, Tree
+from paceline.llm.search import SearchResult, make_search
+from paceline.llm.tree import AsyncTree, Inserted, Tree, now
 from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
@@ -197,7 +198,24 @@ class LLM(ModelHolder):
         limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
         level = ServiceLevel(class_of(service_tier), priority)
         output = front.open_tree(name, prepared, limits, front.engine.now_s, service_level=level)
-        return Tree(TreeInPlace(front, name, output))
+        return Tree(TreeInPlace(front, name, output, prepared.sampling))
+
+    def search(
+        self,
+        kind: str,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> SearchResult:
+        """Search for an answer by branches of a prompt or a conversation.
+
+        `kind` is best_of, self_consistency, beam, tree_of_thought or probe; `options` are the fields of its class in
+        `paceline.llm.search`, as `n=8`.
+        """
+        search = make_search(kind, options)
+        params = search.sampling(sampling_params or self._front.default_sampling)
+        with self.tree(prompt, params) as tree:
+            return now(search.run(AsyncTree(tree.backend)))
 
     def fork(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull, UnknownRequest
 from paceline.llm.frontend import Frontend
@@ -129,9 +130,10 @@ def stream_request(front: Frontend, submission: Submission) -> Generator[Request
 class TreeInPlace:
     """The backend of a tree: every command is done at once, and waiting is a step."""
 
-    def __init__(self, front: Frontend, name: str, output: RequestOutput) -> None:
+    def __init__(self, front: Frontend, name: str, output: RequestOutput, sampling: SamplingParams) -> None:
         self._front, self._name = front, name
         self.output = output
+        self.tokenizer, self.sampling = front.tokenizer, sampling
         self._step = front.engine.step_overlapped if front.engine.depth else front.engine.step
 
     async def ask(self, what: str, *args: Any, **options: Any) -> Any:

@@ -49,6 +49,9 @@ class CompletionOutput:
     # it runs and when it has ended.
     held: str | None = None
     num_holds: int = 0  # so far
+    num_generated: int = (
+        0  # of its tokens, those it did not take over from another branch and that were not put in
+    )
 
     @property
     def finished(self) -> bool:
@@ -70,6 +73,7 @@ class CompletionOutput:
             tool_calls=self.tool_calls,
             held=self.held,
             num_holds=self.num_holds,
+            num_generated=self.num_generated,
         )
 
 

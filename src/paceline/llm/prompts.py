@@ -103,7 +103,7 @@ class PromptReader:
             raise InvalidRequest(
                 f"{param} is text or a list of token ids, not {type(given).__name__}", param=param
             )
-        ids = list(given)
+        ids = list(cast("Sequence[int]", given))
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 message = f"token id {token!r} is not in [0, {self._vocab_size})"

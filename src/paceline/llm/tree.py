@@ -18,8 +18,10 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, UnknownRequest
 from paceline.llm.outputs import CompletionOutput, RequestOutput
+from paceline.text.tokenizer import Tokenizer
 
 Value = TypeVar("Value")
 Inserted = str | Sequence[int]  # text or token ids
@@ -27,6 +29,9 @@ Inserted = str | Sequence[int]  # text or token ids
 
 class Backend(Protocol):
     """The engine behind one tree. What can be asked are the methods of `Frontend` that begin with a name."""
+
+    tokenizer: Tokenizer | None
+    sampling: SamplingParams  # of the root
 
     @property
     def output(self) -> RequestOutput:
@@ -203,6 +208,16 @@ class _Tree(Generic[SomeBranch]):
     def rank(self, branch: BranchView) -> int:
         """How many of the branches have a higher score."""
         return sum(other.score > branch.score for other in self.branches)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a branch that is made of the root."""
+        return self.backend.sampling.max_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all branches together, those that have ended among them."""
+        return sum(part.num_generated for part in self.output.outputs)
 
     async def fork(self, parent: SomeBranch, count: int, **how: Any) -> list[SomeBranch]:
         found = await self.backend.ask("fork", parent.index, count, **how)
