@@ -64,6 +64,8 @@ def reference_output(
     output: list[int] = []
     limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)
     guide = FakeGuide.of(sampling, seen)
+    if guide is not None and guide.is_over:
+        return [], "stop"
     while len(output) < limit:
         token = (((value ^ seed) * PRIME) & MASK) >> 44  # 20 bits: below VOCAB
         if guide is not None:

@@ -24,6 +24,9 @@ REQUIRED = (
     "draft taken",
     "draft rejected",
     "structure complete",
+    "fork at an earlier token",
+    "extend",
+    "hold",
 )
 
 

@@ -20,9 +20,11 @@ class Coverage:
         config: EngineConfig,
         trouble: Trouble,
         make_recorder: Callable[[EngineConfig], StepRecorder] | None = None,
+        *,
+        trees: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.truth = Truth(config) if can_tell(config, trouble) else None
+        self.truth = Truth(config) if can_tell(config, trouble) and not trees else None
         recorder = make_recorder(config) if make_recorder is not None else None
         self._further = [each for each in (recorder, self.truth) if each is not None]
 

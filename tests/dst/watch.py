@@ -7,12 +7,12 @@ would take it for a failing request; the world has it raised before anything tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from paceline.config.engine import EngineConfig
-from paceline.core.events import Finished
+from paceline.core.events import Finished, Held
 from paceline.core.plan import StepResult, StepTimes
 from paceline.core.request import BlockKey, FinishReason, Request, RequestState
 from paceline.core.sampling import SamplingParams
@@ -36,6 +36,25 @@ class Expectation:
     deadline_s: float | None = None
     told: set[str] = field(default_factory=set)  # details its ending may carry, by what was done to it
     ended: Finished | None = None
+    held: Held | None = None  # it has come to its end and is kept
+    before: int = 0  # output tokens that have become part of its prompt: something was put in behind them
+    coming: list[int] = field(default_factory=list)  # tokens that were put in and are still to be delivered
+
+    def continues(self, injected: list[int], request: Request) -> None:
+        """Tokens were put behind its own: from there on it is like a request with all of them as its prompt."""
+        self.prompt = self.prompt + self.tokens + injected
+        self.seen += len(self.tokens) + len(injected)
+        self.before += len(self.tokens) + len(injected)
+        self.sampling = replace(
+            request.sampling, max_tokens=request.sampling.max_tokens - self.before, min_tokens=0
+        )
+        self.tokens, self.coming, self.held = [], list(injected), None
+
+    def injected(self, token: int, index: int) -> None:
+        """A token that was put in is delivered like any other, in its turn."""
+        if not self.coming or self.coming[0] != token or index != self.before - len(self.coming):
+            raise InvariantViolation("S20", f"token {token} was put in at {index} and comes out of turn")
+        self.coming.pop(0)
 
     def check_reason(self, ending: Finished) -> None:
         """S20e: a request that ends early was aborted, or something went wrong for it. L8: a deadline is not early."""

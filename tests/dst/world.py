@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from paceline.config.engine import EngineConfig
 from paceline.core.clock import ManualClock
-from paceline.core.events import Finished, StepEvents
+from paceline.core.events import Finished, Held, StepEvents
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -29,6 +29,7 @@ from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
 from tests.dst.settings import draw_config, draw_drafts, draw_pace, draw_traffic, draw_trouble
+from tests.dst.trees import TreeMoves, has_trees
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import DeviceFault, Faults, reference_output
 from tests.guides import VOCAB, FakeGuide, FakeGuideMaker
@@ -57,7 +58,7 @@ class World:
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(self.config, self.trouble, make_recorder)
+        self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=has_trees(seed))
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
@@ -92,7 +93,7 @@ class World:
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
-        self.changes = Changes(seed, self.engine.scheduler)
+        self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self)
         self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
         self.acts = self._acts()
 
@@ -141,10 +142,12 @@ class World:
         self.runner.check_distrusted()
         # A structure that is complete ends as a stop string does: at once, in every mode.
         by_themselves = [
-            f for f in events.finished if self.clients[f.request].sampling.structured_outputs is None
+            f
+            for f in events.finished
+            if self.clients[f.request].sampling.structured_outputs is None and f.detail != "hold_over"
         ]
         self.batches.after_step(by_themselves)
-        self._receive(events)
+        self.receive(events)
         self._check_deadlines()
         self._pass_time()
 
@@ -181,7 +184,7 @@ class World:
             allowed -= 1
             if allowed < 0:
                 raise InvariantViolation("L3", f"{len(scheduler.state.requests)} requests never end")
-        self._receive(self.engine.drain())
+        self.receive(self.engine.drain())
 
     def _count(self) -> None:
         counters, counts = self.engine.scheduler.state.counters, self.coverage.counts
@@ -213,16 +216,21 @@ class World:
 
     # -- what clients see ----------------------------------------------------------------------------------
 
-    def _receive(self, events: StepEvents) -> None:
+    def receive(self, events: StepEvents) -> None:
         clients = self.clients
         for batch in events.tokens:
             for rid, token, index in zip(
                 batch.requests.tolist(), batch.tokens.tolist(), batch.index.tolist(), strict=True
             ):
                 client = clients[rid]
-                if client.ended is not None or len(client.tokens) != index:
+                if batch.is_injected:
+                    client.injected(token, index)
+                    continue
+                if client.ended is not None or client.before + len(client.tokens) != index:
                     raise InvariantViolation("S20", f"request {rid} got token {index} out of turn")
                 client.tokens.append(token)
+        for held in events.held:
+            self._held(held)
         if not events.finished:
             return
         # An abort comes before the results of its step: a token beside it would come after the ending.
@@ -233,6 +241,23 @@ class World:
         for ending in events.finished:
             self._ended(ending)
 
+    def _held(self, held: Held) -> None:
+        """A branch has come to its end, and is kept."""
+        client = self.live[held.request]
+        self.coverage.counts["hold"] += 1
+        if client.stop_at is not None:  # a stop string was found: what came behind it is gone
+            client.tokens = client.tokens[: client.stop_at]
+            client.stop_at, expected = None, client.tokens
+        else:
+            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            if held.reason.value != reason:
+                raise InvariantViolation("O1", f"request {held.request} is held for {held.reason.value}")
+        if client.tokens != expected or held.num_output != client.before + len(client.tokens):
+            raise InvariantViolation(
+                "O1", f"request {held.request} is held at {client.tokens}, not {expected}"
+            )
+        client.held = held
+
     def _ended(self, ending: Finished) -> None:
         client = self.live.pop(ending.request, None)
         if client is None or client.ended is not None:
@@ -242,7 +267,13 @@ class World:
         client.check_reason(ending)
         got = client.tokens
         by_itself = ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
+        if client.held is not None and by_itself:
+            expected, reason = got, ending.reason.value
+            if (ending.reason, ending.detail) != (client.held.reason, "hold_over"):
+                raise InvariantViolation(
+                    "O1", f"request {ending.request} was held and ended by {ending.detail}"
+                )
+        elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
             expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
@@ -250,7 +281,7 @@ class World:
             expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen)
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
-        if ending.num_output != (len(got) if client.stop_at is None else client.stop_at):
+        if ending.num_output - client.before != (len(got) if client.stop_at is None else client.stop_at):
             raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
@@ -271,6 +302,7 @@ class World:
     def _traffic(self) -> None:
         rng, traffic = self.rng, self.traffic
         self.changes.perhaps()
+        self.trees.perhaps()
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
@@ -321,14 +353,15 @@ class World:
         service_level = self.objectives.service_level(rng.choice((0, 0, 0, 1, 2)))
         if rng.random() < traffic.guided_share:
             sampling = replace(sampling, structured_outputs=self._structure())
+        sampling, limits = self.trees.sampling(sampling), self.trees.limits()
         try:
-            ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level)
+            ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level, tree=limits)
         except REFUSALS:
-            self._check_refusal(before)
+            self.check_refusal(before)
             return
         self._check_queue()
         for rid in ids:
-            self._expect(rid, prompt, tenant)
+            self.expect(rid, prompt, tenant)
 
     def _structure(self) -> Structure:
         rng = self.guide_rng
@@ -338,7 +371,7 @@ class World:
         for _ in range(self.config.scheduler.max_queue - len(self.engine.scheduler.state.queue) + 2):
             self._add()
 
-    def _check_refusal(self, before: object) -> None:
+    def check_refusal(self, before: object) -> None:
         if self.admissions.state() != before:
             raise InvariantViolation("S18", "a refused request left something behind")
 
@@ -348,7 +381,7 @@ class World:
         if len(queue) > config.max_queue or queue.num_tokens > config.max_queue_tokens:
             raise InvariantViolation("L7", f"{len(queue)} requests, {queue.num_tokens} tokens are waiting")
 
-    def _expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
+    def expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
         request = self.engine.scheduler.state.requests[rid]
         client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
         self.clients[rid] = self.live[rid] = client
@@ -375,7 +408,7 @@ class World:
             self.live[request.id].told.add("abort")
             self.engine.abort(request.id)
             self.engine.abort(request.id)  # S19: twice is once
-            self._receive(self.engine.scheduler.take_events())
+            self.receive(self.engine.scheduler.take_events())
 
     def _fork(self) -> None:
         request = self._pick(RequestState.RUNNING)
@@ -388,12 +421,12 @@ class World:
         try:
             ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
         except (*REFUSALS, InvalidTransition):
-            self._check_refusal(before)
+            self.check_refusal(before)
             return
         self._check_queue()
         parent = self.clients[request.id]
         for rid in ids:
-            self._expect(rid, tokens, parent.tenant)
+            self.expect(rid, tokens, parent.tenant)
             self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
 
     def _prune(self) -> None:
@@ -404,7 +437,7 @@ class World:
             if branch in self.live:
                 self.live[branch].told.add("pruned")
             self.coverage.counts["prune"] += self.engine.prune(branch)
-            self._receive(self.engine.scheduler.take_events())
+            self.receive(self.engine.scheduler.take_events())
 
     def _preempt(self) -> None:
         request = self._pick(RequestState.RUNNING)
@@ -452,8 +485,11 @@ class World:
         client = self.live.get(request.id) if request is not None else None
         if request is not None and client is not None and client.tokens:
             client.stop_at = self.rng.randint(1, len(client.tokens))
-            self.engine.scheduler.finish_at(request.id, client.stop_at)
-            self._receive(self.engine.scheduler.take_events())
+            if client.held is not None and client.stop_at == len(client.tokens):
+                client.stop_at = None  # it ends there already
+                return
+            self.engine.scheduler.finish_at(request.id, client.before + client.stop_at)
+            self.receive(self.engine.scheduler.take_events())
 
 
 def run_seed(seed: int, steps: int) -> Counter[str]:

@@ -31,6 +31,9 @@ _ENDS = {
     Rule.LENGTH: "reached its length",
     Rule.DEADLINE: "was ended: its deadline had passed",
     Rule.PRUNED: "was pruned",
+    Rule.HOLD_OVER: "was held at its end, nothing came of it, and it was let go",
+    Rule.GRAMMAR_ERROR: "failed: its answer could not follow its structure",
+    Rule.GRAMMAR_TOO_COMPLEX: "failed: its structure became too complex",
     Rule.ABORT: "was aborted",
     Rule.ERROR: "failed",
     Rule.NUMERICAL_ERROR: "failed: the model computed numbers that are not finite",
@@ -45,6 +48,7 @@ _CUTS = {
 _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
+    Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
     Rule.DEADLINE_INFEASIBLE: "the times it wanted could not be kept as things stood",
     Rule.DEADLINE_IMPOSSIBLE: "the times it wanted could not be kept even if it were alone",
@@ -125,9 +129,25 @@ def _resume(run: list[Decision], past: list[Decision]) -> str:
 
 def _fork(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
+    if decision.reason is Rule.BRANCHED:
+        score = f", with {decision.detail}" if decision.detail else ""
+        return f"was forked from {_named(decision.against)} behind its first {_count(decision.value, 'token')}{score}"
     return (
         f"branched off {_named(decision.against)} at step {decision.step} and shares the KV of "
         f"{_count(decision.value, 'token')} with it"
+    )
+
+
+def _extend(run: list[Decision], past: list[Decision]) -> str:
+    tokens = _count(sum(decision.value for decision in run), "token")
+    return f"was extended by {tokens} from outside before step {run[-1].step}"
+
+
+def _hold(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    return (
+        f"{_ENDS[decision.reason]} after {_count(decision.value, 'token')} of output and was held before step "
+        f"{decision.step}, for {format_time(decision.seconds)} at most"
     )
 
 
@@ -143,6 +163,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}the step had no tokens left, {by}"
     if decision.reason is Rule.PREFIX:
         return f"{start}{named} was computing a beginning that it can share"
+    if decision.reason is Rule.TREE_ROWS:
+        return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
     if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
@@ -200,6 +222,8 @@ def _change(run: list[Decision], past: list[Decision]) -> str:
     when = f"before step {decision.step}"
     if decision.reason is Rule.PRIORITY:
         return f"was given priority {decision.value} {when}"
+    if decision.reason is Rule.SCORE:
+        return f"was given the score {decision.detail} {when}"
     if decision.reason is Rule.DEADLINE:
         until = "no deadline" if not decision.detail else f"a deadline {decision.detail} away"
         return f"was given {until} {when}"
@@ -238,6 +262,8 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.ADMIT: _admit,
     DecisionKind.RESUME: _resume,
     DecisionKind.FORK: _fork,
+    DecisionKind.EXTEND: _extend,
+    DecisionKind.HOLD: _hold,
     DecisionKind.DEFER: _defer,
     DecisionKind.CHUNK: _chunk,
     DecisionKind.STALL: _stall,

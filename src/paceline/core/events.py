@@ -133,6 +133,7 @@ class Rule(StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"  # resume: its KV comes back from the host; defer: its KV is still being copied out
     SHARES = "shares its parent's blocks"
+    BRANCHED = "branches off"  # fork, before it is admitted: value is what it has in common with its parent
     INJECTED = "tokens were put behind its own"
     # defer, stall, chunk
     ROWS = "rows"
@@ -205,7 +206,8 @@ class Decision(NamedTuple):
     | kind           | value                          | against, another request           | seconds             |
     |----------------|--------------------------------|------------------------------------|---------------------|
     | admit, resume  | tokens found computed          | the one admitted before it         | waited (admit)      |
-    | fork           | tokens found computed          | its parent                         |                     |
+    | fork           | tokens in common; found        | its parent                         |                     |
+    |                | computed (when it is admitted) |                                    |                     |
     | extend         | tokens that were put in        |                                    |                     |
     | hold           | tokens generated               |                                    | kept for            |
     | defer          | blocks kept back for others    | the one admitted last (rows,       |                     |

@@ -232,6 +232,11 @@ class Request:
         return self.num_prompt + self.sampling.max_tokens
 
     @property
+    def most_generated(self) -> int:
+        """Tokens it may come to generate; what is put in from outside is not counted."""
+        return self.sampling.max_tokens - self.cost.injected
+
+    @property
     def priority(self) -> int:
         """What it is compared by, its class counted in; the lower goes first."""
         return self.service_level.effective_priority

@@ -40,12 +40,13 @@ class TreeLimits:
 class Tree:
     """The live branches of a tree, and what they have used."""
 
-    __slots__ = ("limits", "members", "num_rows", "num_spent")
+    __slots__ = ("is_scored", "limits", "members", "num_rows", "num_spent")
 
     def __init__(self, limits: TreeLimits) -> None:
         self.limits = limits
         self.members: dict[int, int] = {}  # requests, and how many tokens each may come to generate
         self.num_rows = 0
+        self.is_scored = False  # a branch was given a score
         self.num_spent = 0  # tokens that branches have generated which have ended
 
     @property

@@ -252,10 +252,10 @@ class Engine:
         guide = self.guides.of_parent(request_id)
         moved = None if guide is None else self.guides.behind(guide, tokens)
         self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)
-        if moved is not None:
+        request = self.scheduler.state.requests.get(request_id)
+        if moved is not None and request is not None:  # else it failed on the way
             self.guides.replace(request_id, moved)
             if moved.is_over:
-                request = self.scheduler.state.requests[request_id]
                 self.scheduler.finish_at(request_id, request.num_tokens - request.num_prompt)
 
     def set_score(self, request_id: RequestId, score: float) -> None:

@@ -79,7 +79,10 @@ class Guides:
         if guide is None or shares < self._scheduler.num_tokens_of(parent):  # it stands behind later ones
             guide, seen = self.check(parent.sampling.structured_outputs), start
         if guide is not None:
-            return self.behind(guide, tokens[seen:]), start
+            moved = self.behind(guide, tokens[seen:])
+            if moved.is_over:
+                raise InvalidTransition("the structure of the answer is complete: there is nothing to branch")
+            return moved, start
         if len(tokens) > start:
             raise InvalidTransition(
                 f"request {parent.id}: the structure of its answer is still being compiled"

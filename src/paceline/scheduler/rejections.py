@@ -75,8 +75,8 @@ def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | 
     if tree is None:
         tree = Tree(first.tree_limits or TreeLimits())
         if parent is not None:
-            tree.members[parent.id] = parent.sampling.max_tokens
-    objection = tree.objection(len(requests), sum(request.sampling.max_tokens for request in requests))
+            tree.members[parent.id] = parent.most_generated
+    objection = tree.objection(len(requests), sum(request.most_generated for request in requests))
     return Rejection(requests, Rule.TREE_LIMIT, TreeFull(objection)) if objection else None
 
 

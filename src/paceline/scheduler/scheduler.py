@@ -188,6 +188,10 @@ class Scheduler:
             branch.parent = request_id
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
+        figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, request_id)
+        for branch in branches:
+            detail = f"score {branch.score:g}" if branch.score else ""
+            self.state.decide(DecisionKind.FORK, branch, Rule.BRANCHED, branch.shares, figures, detail=detail)
 
     def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
         """Put tokens behind those a request has; it continues from there, at its old place in the order.
@@ -241,14 +245,10 @@ class Scheduler:
                 param="max_tokens",
             )
         if request.tree is not None:
-            grows = self._may_generate(request, num_tokens, max_tokens) - request.tree.members[number]
+            grows = max_tokens - (request.max_total - self.num_tokens_of(request))
             objection = request.tree.objection(0, grows)
             if objection:
                 raise TreeFull(objection)
-
-    def _may_generate(self, request: Request, num_tokens: int, max_tokens: int) -> int:
-        """Tokens a request has generated and may still, if those put in until now are no more than what is known."""
-        return num_tokens - request.num_prompt - request.cost.injected + max_tokens
 
     def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
         state, count = self.state, len(tokens)
@@ -263,7 +263,7 @@ class Scheduler:
         request.tokens = np.concatenate([request.tokens, tokens])
         request.cost = request.cost._replace(injected=request.cost.injected + count)
         if request.tree is not None:
-            request.tree.members[request.id] = total - request.cost.injected
+            request.tree.members[request.id] = request.most_generated
         if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
             state.learn_keys(request)
         state.accounting.admitted(state.tenant_index(request.tenant), count)

@@ -505,19 +505,20 @@ class SchedulerState:
         parent = None if request.parent is None else self.requests.get(request.parent)
         if parent is not None and parent.tree is None:
             parent.tree = Tree(parent.tree_limits or TreeLimits())
-            parent.tree.members[parent.id] = parent.sampling.max_tokens
+            parent.tree.members[parent.id] = parent.most_generated
             parent.tree.num_rows = int(parent.row != NO_ROW)
         if parent is not None:
             request.tree = parent.tree
         elif request.tree_limits is not None:
             request.tree = Tree(request.tree_limits)
         if request.tree is not None:
-            request.tree.members[request.id] = request.sampling.max_tokens
-            if request.score or (parent is not None and parent.score):
+            request.tree.members[request.id] = request.most_generated
+            if request.score or request.tree.is_scored or (parent is not None and parent.score):
                 self.deal_places(request.tree)
 
     def deal_places(self, tree: Tree) -> None:
         """Give the places that the branches of a tree have in the order of arrival to them by their scores."""
+        tree.is_scored = True
         branches = [self.requests[RequestId(number)] for number in tree.members]
         places = sorted(self.orders[branch.id] for branch in branches)
         branches.sort(key=lambda branch: (-branch.score, self.orders[branch.id]))

@@ -7,14 +7,14 @@ against the reference when its request ends. Tests look at `bench.seen`: one ent
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
-from paceline.core.events import Decision, DecisionKind, Finished, StepEvents
+from paceline.core.events import Decision, DecisionKind, Finished, Held, StepEvents
 from paceline.core.guide import Guide
 from paceline.core.plan import Pending, Runner, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord
@@ -188,6 +188,10 @@ class Bench:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
         self.cut: set[int] = set()  # ended by a stop found outside
+        self.held: dict[int, Held] = {}
+        self.before: dict[
+            int, int
+        ] = {}  # output tokens that count as prompt: something was put in behind them
         self.watch = Watch()
         self.seen = self.watch.seen
         self.maker = KeyMaker(self.config.kv.block_size, bytes(32))
@@ -211,7 +215,7 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "service_level", "deadline_s", "arrival_s")
+        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree")
         urgent = {name: options.pop(name) for name in ServiceLevel._fields if name in options}
         options["service_level"] = ServiceLevel(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}
@@ -220,12 +224,25 @@ class Bench:
             self.expect(request_id, tokens)
         return ids
 
-    def fork(self, request_id: RequestId, count: int = 1) -> list[RequestId]:
-        tokens = self.scheduler.tokens_of(request_id).tolist()
-        ids = self.engine.fork(request_id, count)
+    def fork(self, request_id: RequestId, count: int = 1, **options: Any) -> list[RequestId]:
+        """Fork a request; `options` are those of `Engine.fork`."""
+        ids = self.engine.fork(request_id, count, **options)
         for branch in ids:
-            self.expect(branch, tokens)
+            self.expect(branch, self.request(branch).tokens.tolist())
         return ids
+
+    def extend(self, request_id: RequestId, tokens: Sequence[int], max_tokens: int | None = None) -> None:
+        """Put tokens in; from there on the request is like one with all of them as its prompt."""
+        self.flush()
+        self.engine.extend(request_id, tokens, max_tokens=max_tokens)
+        request = self.request(request_id)
+        self.before[request_id] = request.num_tokens - request.num_prompt
+        sampling = replace(
+            request.sampling, max_tokens=request.sampling.max_tokens - self.before[request_id], min_tokens=0
+        )
+        self.asked[request_id] = (request.tokens.tolist(), sampling)
+        self.held.pop(request_id, None)
+        self.flush()
 
     def finish_at(self, request_id: RequestId, num_output: int) -> bool:
         self.cut.add(request_id)
@@ -287,6 +304,9 @@ class Bench:
                 assert request_id not in self.finished, f"request {request_id} got a token after its end"
                 assert index == len(self.tokens[request_id]), f"request {request_id} got token {index}"
                 self.tokens[request_id].append(token)
+        for held in events.held:
+            del self.tokens[held.request][held.num_output :]
+            self.held[held.request] = held
         for ending in events.finished:
             assert ending.request not in self.finished, f"request {ending.request} ended twice"
             self.finished[ending.request] = ending
@@ -318,9 +338,10 @@ class Bench:
 
     def _check_output(self, ending: Finished) -> None:
         tokens, sampling = self.asked[ending.request]
-        got = self.tokens[ending.request]
+        before = self.before.get(ending.request, 0)
+        got = self.tokens[ending.request][before:]
         expected, reason = reference_output(tokens, sampling)
         assert got == expected[: len(got)], f"request {ending.request} got {got}, alone it gets {expected}"
         if ending.request not in self.cut and ending.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert got == expected and ending.reason.value == reason
-            assert ending.num_output == len(got)
+            assert ending.num_output == before + len(got)

@@ -1,9 +1,12 @@
-"""Ways to break what holds of requests that take the places of others, and of paused ones."""
+"""Ways to break what holds of requests that take the places of others, of paused ones, and of trees."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId, RequestState
+from paceline.core.tree import Tree, TreeLimits
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 from tests.pure.scheduler.planned_states import PlannedState, breaks, shared_out
 
@@ -58,3 +61,68 @@ def place_taken(number: int, *, by: int, value: int = 9) -> Decision:
 @breaks("paused_requests_hold_nothing")
 def a_request_is_paused_on_its_row(planned: PlannedState) -> None:
     planned.bench.request(RequestId(1)).state = RequestState.PAUSED
+
+
+@breaks("paused_requests_hold_nothing")
+def a_request_is_held_on_its_row(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(1)).state = RequestState.HELD
+
+
+def tree() -> PlannedState:
+    """Request 1 and two branches of it, which go in the order of their scores: 3, 1, 2."""
+    bench = Bench(engine_config())
+    first = bench.add(prompt(9, 0), 20, tree=TreeLimits(max_rows=3, max_tokens=90, max_branches=3))
+    bench.step(3)
+    bench.fork(first, score=-1.0)
+    bench.fork(first, score=1.0)
+    bench.step(2)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("trees_are_within_their_limits", tree)
+def a_tree_counts_its_rows_wrongly(planned: PlannedState) -> None:
+    tree_of(planned).num_rows -= 1
+
+
+@breaks("trees_are_within_their_limits", tree)
+def a_tree_has_a_row_too_many(planned: PlannedState) -> None:
+    tree_of(planned).limits = TreeLimits(max_rows=2)
+
+
+@breaks("trees_are_within_their_limits", tree)
+def a_tree_has_a_branch_too_many(planned: PlannedState) -> None:
+    tree_of(planned).limits = TreeLimits(max_branches=2)
+
+
+@breaks("trees_are_within_their_limits", tree)
+def a_tree_forgets_what_ended_branches_said(planned: PlannedState) -> None:
+    tree_of(planned).num_spent = 80
+
+
+@breaks("trees_are_within_their_limits", tree)
+def a_branch_may_say_more_than_its_tree_knows(planned: PlannedState) -> None:
+    request = planned.bench.request(RequestId(2))
+    request.sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + 1)
+
+
+@breaks("branches_have_their_parents_beginning", tree)
+def a_branch_shares_what_is_not_its_parents(planned: PlannedState) -> None:
+    request = planned.bench.request(RequestId(2))
+    request.tokens = request.tokens.copy()
+    request.tokens[5] += 1
+
+
+@breaks("the_best_of_a_tree_goes_first", tree)
+def a_score_is_not_heard(planned: PlannedState) -> None:
+    planned.bench.request(RequestId(2)).score = 2.0
+
+
+@breaks("the_best_of_a_tree_goes_first", tree)
+def a_place_is_given_twice(planned: PlannedState) -> None:
+    planned.state.orders[RequestId(2)] = planned.state.orders[RequestId(1)]
+
+
+def tree_of(planned: PlannedState) -> Tree:
+    found = planned.bench.request(RequestId(1)).tree
+    assert found is not None
+    return found

@@ -30,7 +30,7 @@ def test_a_fork_shares_its_parents_blocks() -> None:
     assert table[rows[0], :3].tolist() == table[rows[1], :3].tolist(), "full blocks are one and the same"
     assert live_blocks(bench) == before + 1, "the part-filled one was copied"
     assert bench.state.counters.forked == 1
-    assert bench.reasons(DecisionKind.FORK, child) == ["shares its parent's blocks"]
+    assert bench.reasons(DecisionKind.FORK, child) == ["branches off", "shares its parent's blocks"]
     bench.run()
 
 

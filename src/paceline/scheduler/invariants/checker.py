@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, Swaps
 from paceline.core.request import RequestId
-from paceline.core.tree import Tree
 from paceline.scheduler.invariants import blocks, fairness, progress, rows_and_requests
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
@@ -76,7 +75,7 @@ class InvariantChecker:
         # Where each group's blocks begin when all are numbered one after another, and the end.
         self._starts: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._arrived: dict[RequestId, tuple[float, int]] = {}
-        self._places: dict[Tree, set[int]] = {}  # places that branches of a tree came with
+        self._has_trees = False
         self._backlog = fairness.Backlog()
         self._displaced = fairness.Displaced()
         self._num_added = 0
@@ -97,7 +96,7 @@ class InvariantChecker:
                 self._note_copies(plan.swap_out)
             planned = Planned(plan, state.flights[-1], self._in_flight())
         context = CheckContext(self._scheduler, plan)
-        context.arrived, context.places = self._arrived, self._places
+        context.arrived = self._arrived
         context.backlog = self._backlog.before(self._scheduler)
         context.displaced = self._displaced.marks
         context.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
@@ -231,17 +230,14 @@ class InvariantChecker:
     def _note_arrivals(self) -> None:
         """Each request's place in the order of arrival, as it was when it came."""
         state = self._scheduler.state
-        if state.counters.added == self._num_added and not self._places:
+        if state.counters.added == self._num_added and not self._has_trees:
             return
+        self._has_trees = any(request.tree is not None for request in state.requests.values())
         self._num_added = state.counters.added
         if len(self._arrived) > 4 * len(state.requests) + 64:
             self._arrived = {id: seen for id, seen in self._arrived.items() if id in state.requests}
-        self._places = {tree: places for tree, places in self._places.items() if tree.members}
         for request_id, order in state.orders.items():
             request = state.requests[request_id]
-            if request_id not in self._arrived and request.tree is not None:
-                places = self._places.setdefault(request.tree, set())
-                places.update(state.orders[RequestId(number)] for number in request.tree.members)
             if request_id not in self._arrived or request.tree is not None:  # branches exchange places
                 self._arrived[request_id] = (request.arrival_s, order)
 

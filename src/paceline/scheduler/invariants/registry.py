@@ -13,7 +13,6 @@ from paceline.config.engine import MODES
 from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
-from paceline.core.tree import Tree
 from paceline.scheduler.invariants.half_steps import BlocksInUse, Frames, Planned, take_frame, take_owners
 from paceline.scheduler.scheduler import Scheduler
 
@@ -44,7 +43,6 @@ class CheckContext:
         self._in_flight = in_flight
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
-        self.places: dict[Tree, set[int]] = {}  # of trees, those their branches came with
         self.displaced: dict[RequestId, int] = {}  # how far those were that gave their places
         self.backlog: dict[int, float] = {}  # counters of the tenants that waited at the last look
 

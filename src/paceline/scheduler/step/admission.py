@@ -230,11 +230,11 @@ class Admission:
         return float(policy.spare(self._state.tenant_index(request.tenant)))
 
     def _no_row(self, request: Request) -> Rule | None:
+        if request.tree is not None and not request.tree.has_rows:
+            return Rule.TREE_ROWS  # whatever rows there are
         left = self.rows_left()
         if left < 1:
             return NO_ROOM_ROWS
-        if request.tree is not None and not request.tree.has_rows:
-            return Rule.TREE_ROWS
         spare = self._spare(request)
         return Rule.SPARE if spare and left <= int(spare * self._state.most_rows) else None
 
