@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.search import make_search
 from paceline.llm.search.base import AnswerReading
 from paceline.llm.search.self_consistency import certainty_of
-from tests.model_folder import write_model
+from tests.model_folder import EOS, write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 PROMPT = "hello there"
@@ -117,3 +121,57 @@ def test_an_async_search_finds_the_same(folder: Path, llm: LLM) -> None:
 
     expected = llm.search("beam", PROMPT, SamplingParams(max_tokens=8), width=3).token_ids
     assert asyncio.run(asyncio.wait_for(run(), 120)) == expected
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model of transformers whose answers are not all equally likely, and end by themselves at times."""
+    folder = write_model(tmp_path_factory.mktemp("sharp"), model_type="llama")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6.0)
+        model.lm_head.weight[EOS] *= 2.5
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_beam_search_equals_transformers(sharp: tuple[Path, Any], width: int) -> None:
+    folder, model = sharp
+    options = {**OPTIONS, "load_format": "auto", "dtype": "float32", "num_blocks": 256}
+    prompts = [f"{number * 7919} is a number, {'and' * (number % 4)}" for number in range(50)]
+    ends, exact = Counter[str](), 0
+    with LLM(str(folder), **options) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        for number, prompt in enumerate(prompts):
+            penalty = (1.0, 0.0, 2.0)[number % 3]
+            found = llm.search(
+                "beam", prompt, SamplingParams(max_tokens=10), width=width, length_penalty=penalty
+            )
+            ids = torch.tensor([tokenizer.encode(prompt)])
+            expected = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=10,
+                num_beams=width,
+                length_penalty=penalty,
+                do_sample=False,
+                eos_token_id=sorted(tokenizer.eos_token_ids),
+                pad_token_id=1,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            tokens = expected.sequences[0, ids.shape[1] :].tolist()
+            end = next((place for place, token in enumerate(tokens) if token in tokenizer.eos_token_ids), 10)
+            tokens = tokens[: end + 1]  # padding behind
+            score = float(expected.sequences_scores[0])
+            assert found.score == pytest.approx(score, abs=1e-4), (number, found.token_ids, tokens)
+            exact += found.token_ids == tokens
+            ends[found.best.finish_reason] += 1
+            assert is_at_rest(llm.loaded.engine)
+    assert exact >= 49 and ends["stop"] >= 5 and ends["length"] >= 5, (exact, ends)
