@@ -125,7 +125,7 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_it_is_owed() -> Non
     (stretch,) = outbox._stretches
     held = sys.getsizeof(stretch.branches) + sys.getsizeof(stretch.tokens)
     assert held < 2 * num_tokens * (frames.ID.itemsize + frames.TOKEN.itemsize)
-    assert not outbox.endings and not outbox.logprobs and not outbox.rejections
+    assert not outbox.endings and not stretch.logprobs and not outbox.rejections
 
 
 def test_many_endings_and_refusals_are_split_over_frames() -> None:

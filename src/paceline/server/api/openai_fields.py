@@ -61,6 +61,9 @@ PREDICTION = shaped(
         "required": ["type", "content"],
     },
 )
+TREE = map_of(
+    whole(1, LARGEST), 3, message="takes max_rows, max_tokens and max_branches, whole numbers from 1 on"
+)
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -206,6 +209,11 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             text(1, limits.cache_salt_chars),
             "cached prompts are shared only with requests that bring the same",
         ),
+        Field(
+            "tree",
+            TREE,
+            "what the request and its forks may have together: max_rows, max_tokens, max_branches",
+        ),
         *objective_fields(),
     ]
 
@@ -256,5 +264,6 @@ def _not_serving() -> list[Field]:
         only("stream", False),
         without_effect("stream_options"),
         without_effect("service_tier", text(0, OWN_LIMITS.name_chars)),
-        *unsupported("priority", "cache_salt", "max_price", *(field.name for field in objective_fields())),
+        *unsupported("priority", "cache_salt", "max_price", "tree"),
+        *unsupported(*(field.name for field in objective_fields())),
     ]

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.sampling import PARAMETERS, SamplingParams
+from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.api.fields import FieldTable, Given
@@ -66,6 +67,7 @@ class ParsedBody:
     max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
     structure_field: str = ""  # the field that asks for a form of the answer
+    tree: TreeLimits | None = None  # of each prompt and what is forked from it
     ignored: tuple[str, ...] = ()  # unknown fields
 
     @property
@@ -187,6 +189,7 @@ def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
         "max_price": None if price is None else decimal_of(price),
         "cache_salt": _checked_salt(given.get("cache_salt", "")),
         "structure_field": structure_field(given),
+        "tree": _tree_limits(given.get("tree")),
         "ignored": read.ignored,
     }
 
@@ -229,6 +232,15 @@ def _streaming(given: Mapping[str, Any]) -> dict[str, bool]:
             raise InvalidRequest(message, param="stream_options")
     usage, every = (bool(options.get(name)) for name in STREAM_OPTIONS)
     return {"is_stream": True, "includes_usage": usage, "runs_usage": every}
+
+
+def _tree_limits(given: Mapping[str, int] | None) -> TreeLimits | None:
+    """Raises InvalidRequest for a limit that does not exist."""
+    for name in given or ():
+        if name not in TreeLimits.__dataclass_fields__:
+            known = ", ".join(TreeLimits.__dataclass_fields__)
+            raise InvalidRequest(f"tree takes {known}, not {name!r:.64}", param="tree")
+    return None if given is None else TreeLimits(**given)
 
 
 def _checked_salt(value: str) -> str:

@@ -37,9 +37,10 @@ from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnsupportedModality
 from paceline.server.generate.admission import Admission, Capacity
 from paceline.server.generate.estimates import Estimate
-from paceline.server.generate.generation import Generation
+from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.request_record import Observer, RequestRecord, Times
-from paceline.server.generate.requests import Explanations, RecentRequests, service_level_of
+from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
+from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
 from paceline.text.dialect import ChatRequest
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
@@ -192,6 +193,7 @@ class Service:
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
+        self.live = LiveBranches()
         self.billing = billing or Billing()
         self._chat = ChatPrompts(
             model.tokenizer,
@@ -268,6 +270,10 @@ class Service:
             raise
 
     async def _start(self, call: Call, body: ParsedBody) -> Generation:
+        if body.sampling.on_stop == "hold" and not body.is_stream:
+            raise InvalidRequest(
+                "an answer can be held only while it is streamed: set stream to true", param="on_stop"
+            )
         service_level = self._service_level(call, body)
         known = self._loaded()
         quote = self._quote(call, body, service_level.service_class)
@@ -303,6 +309,7 @@ class Service:
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
             generation.ignored = ignored
+            self.live.note(call.id, body, call.route, generation)
             return generation
         except BaseException:  # no caller has it and could close it
             record.charge.give_up(record)
@@ -310,6 +317,69 @@ class Service:
                 stream.close()
             permit.release()
             raise
+
+    async def fork(self, call: Call, known: Recent, live: LiveBranch, asked: ForkAsked) -> Generation:
+        """Branches of a branch under way, as a generation of their own. The caller closes what it gets."""
+        reader = self._loaded().reader
+        point = live.fork_point(asked.at)
+        append = await self.work(
+            lambda: reader.read_inserted(asked.append, "append"), inline=len(asked.append) <= INLINE_CHARS
+        )
+        sampling, changes = reader.read_changes(live.text.sampling, asked.changes)
+        quote = self.billing.quote(
+            self.client, call.caller, known.service_class, self.admission.places_taken, None
+        )
+        permit = self.admission.reserve(call.caller, asked.count, len(append))
+        try:
+            permit.allowance = call.allowance
+            if permit.allowance is not None:
+                most = changes.get("max_tokens", live.prepared.sampling.max_tokens)
+                permit.allowance.charge_tokens(len(append), asked.count * most)
+            stream = self.client.fork(
+                live.number,
+                asked.count,
+                at=point - live.num_taken_over,
+                append=append,
+                score=asked.score,
+                changes=changes,
+            )
+        except BaseException:
+            permit.release()
+            raise
+        numbers = range(stream.first, stream.first + asked.count)
+        start = ForkStart(
+            request_id=known.id,
+            parent_index=live.index,
+            parent=live.text,
+            at=point,
+            append=append,
+            sampling=sampling,
+            count=asked.count,
+            first_index=self.recent.add_branches(known.id, numbers),
+        )
+        record = _record(call, live.body, [live.prepared], known.service_class)
+        record.num_prompt += start.num_tokens
+        record.num_branches, record.is_stream = asked.count, asked.is_stream
+        record.shows_receipt = self.billing.wants_receipt(call)
+        try:
+            record.charge = self.billing.open(quote, record, live.body.model)
+            started = [(live.prepared, stream)]
+            generation = Generation(started, self.tokenizer, permit, record, self.observer, fork=start)
+        except BaseException:
+            record.charge.give_up(record)
+            stream.close()
+            permit.release()
+            raise
+        self.live.note(known.id, live.body, live.route, generation)
+        return generation
+
+    async def extend(self, live: LiveBranch, given: str | Sequence[int], max_tokens: int | None) -> int:
+        """Put text or tokens behind what a branch has; returns how many tokens they are."""
+        reader = self._loaded().reader
+        name = "text" if isinstance(given, str) else "tokens"
+        tokens = await self.work(lambda: reader.read_inserted(given, name), inline=len(given) <= INLINE_CHARS)
+        await self.client.extend(live.number, tokens, max_tokens=max_tokens)
+        return len(tokens)
 
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""
@@ -419,6 +489,7 @@ class Service:
                     tenant=tenant,
                     service_level=service_level,
                     timeout_s=timeout_s,
+                    tree=body.tree,
                 )
                 started.append((prompt, stream))
         except BaseException:
