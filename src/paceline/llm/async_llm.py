@@ -285,7 +285,6 @@ class AsyncLLM(ModelHolder):
         max_tokens: int | None = None,
         max_branches: int = MAX_TREE_BRANCHES,
         hold_s: float = MAX_HOLD_S,
-        priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         service_tier: str | None = None,
     ) -> AsyncIterator[AsyncTree]:
@@ -297,7 +296,7 @@ class AsyncLLM(ModelHolder):
         front, arrival_s = self._front, self._engine.now_s
         params = sampling_params or front.default_sampling
         limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
-        level = ServiceLevel(class_of(service_tier), priority)
+        level = ServiceLevel(class_of(service_tier))
         prepared = await asyncio.to_thread(front.read_tree, prompt, params, hold_s)
         name, reader = f"tree-{id(prepared):x}", Reader(asyncio.get_running_loop(), asyncio.Event())
 

@@ -185,7 +185,6 @@ class LLM(ModelHolder):
         max_tokens: int | None = None,
         max_branches: int = MAX_TREE_BRANCHES,
         hold_s: float = MAX_HOLD_S,
-        priority: int = 0,
         service_tier: str | None = None,
     ) -> Tree:
         """A prompt, or a conversation, to make branches of. `with llm.tree(...) as tree:` ends what is left.
@@ -196,7 +195,7 @@ class LLM(ModelHolder):
         front, name = self._front, str(next(self._numbers))
         prepared = front.read_tree(prompt, sampling_params or front.default_sampling, hold_s)
         limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
-        level = ServiceLevel(class_of(service_tier), priority)
+        level = ServiceLevel(class_of(service_tier))
         output = front.open_tree(name, prepared, limits, front.engine.now_s, service_level=level)
         return Tree(TreeInPlace(front, name, output, prepared.sampling))
 
