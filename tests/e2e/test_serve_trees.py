@@ -259,3 +259,63 @@ def test_a_branch_that_is_not_used_again_ends(server: ClientServer) -> None:
     stream.until_held()
     stream.rest()
     assert stream.ends == {0: ("length", None)}
+
+
+def test_searches_find_what_a_program_finds(server: ClientServer) -> None:
+    body = {**PLAIN, "prompt": PROMPT, "max_tokens": 12}
+    del body["allowed_token_ids"]
+    plain = server.ask("POST", "/v1/completions", body).json
+    # A beam of one is greedy.
+    beam = server.ask("POST", "/v1/completions", {**body, "search": {"type": "beam", "width": 1}}).json
+    assert beam["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    wide = server.ask(
+        "POST",
+        "/v1/completions",
+        {**body, "use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.5},
+    ).json
+    scores = [each["score"] for each in wide["search"]["candidates"]]
+    assert len(wide["choices"]) == 2 and len(scores) == 4 and scores == sorted(scores, reverse=True)
+    drawn = {**PLAIN, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 5}
+    best = server.ask("POST", "/v1/completions", {**drawn, "best_of": 4}).json
+    assert len(best["choices"]) == 1 and best["search"]["branches"] == 4
+    assert best["usage"]["completion_tokens"] == best["search"]["generated_tokens"] == 48
+    assert best["usage"]["prompt_tokens"] == len(PROMPT)
+    halved = server.ask("POST", "/v1/completions", {**drawn, "search": {"type": "best_of", "n": 8}}).json
+    assert halved["usage"]["completion_tokens"] == 8 * 3 + 4 * 3 + 2 * 6
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {**PLAIN, "messages": messages, "max_tokens": 10, "temperature": 1.0}
+    for search in (
+        {"type": "self_consistency", "n": 4, "after": "e"},
+        {"type": "tree_of_thought", "width": 2, "keep": 2, "depth": 2, "step_tokens": 4, "score": "judge"},
+        {"type": "probe", "every": 4, "answer_tokens": 3},
+    ):
+        found = server.ask("POST", "/v1/chat/completions", {**chat, "search": search})
+        assert found.status == 200, found.json
+        assert found.json["choices"][0]["message"]["content"]
+        assert found.json["usage"]["completion_tokens"] == found.json["search"]["generated_tokens"] > 0
+    server.wait_until(server.is_idle)
+
+
+def test_searches_that_cannot_be_are_refused(server: ClientServer) -> None:
+    body = {**PLAIN, "prompt": PROMPT, "max_tokens": 4}
+    for more, param in (
+        ({"search": {"type": "luck"}}, "search"),
+        ({"search": {}}, "search"),
+        ({"search": {"type": "best_of", "n": 0}}, "search"),
+        ({"search": {"type": "best_of", "colour": 1}}, "search"),
+        ({"search": {"type": "self_consistency", "pattern": "(a+)+$"}}, "search"),
+        ({"search": {"type": "best_of"}, "best_of": 3}, "search"),
+        ({"search": {"type": "best_of"}, "prompt": ["a", "b"]}, "search"),
+        ({"search": {"type": "beam"}, "stop": "a"}, "stop"),
+        ({"search": {"type": "beam"}}, "allowed_token_ids"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "stream"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+    ):
+        answer = server.ask("POST", "/v1/completions", {**body, **more})
+        assert (answer.status, answer.json["error"]["param"]) == (400, param), (more, answer.json)
+    narrow = server.ask("POST", "/v1/completions", {**body, "best_of": 3}, key=NARROW_KEY)
+    assert (narrow.status, narrow.json["error"]["param"]) == (400, "n")
+    limited = {**body, "search": {"type": "best_of", "n": 4}, "tree": {"max_branches": 3}}
+    assert server.ask("POST", "/v1/completions", limited).json["error"]["code"] == "tree_limit_exceeded"
+    server.wait_until(server.is_idle)

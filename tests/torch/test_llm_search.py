@@ -66,10 +66,12 @@ def test_self_consistency_stops_when_it_is_certain(llm: LLM) -> None:
 
 
 def test_answers_are_read_by_pattern_and_pointer() -> None:
-    assert AnswerReading.of(r"answer is (\d+)", None).read("answer is 3, no, the answer is 12.") == "12"
+    assert AnswerReading.of(r"answer is (\d+)").read("answer is 3, no, the answer is 12.") == "12"
     pointer = AnswerReading.of(None, "/result/1/a~1b")
     assert pointer.read('{"result": [0, {"a/b": " yes "}]}') == "yes"
     assert pointer.read("no JSON") is None and pointer.read('{"result": [0]}') is None
+    after = AnswerReading.of(after="Answer:")
+    assert after.read("Answer: 1\nno, Answer:\n 42.\nmore") == "42" and after.read("none") is None
     for pattern, place in ((None, None), ("(", None), ("a", "/b"), (None, "b")):
         with pytest.raises(InvalidRequest):
             AnswerReading.of(pattern, place)
@@ -103,7 +105,7 @@ def test_bad_options_are_refused_by_name(llm: LLM) -> None:
         ("best_of", {"n": 0}, "n must be between 1 and 128"),
         ("best_of", {"checkpoints": (0.5, 0.25)}, "checkpoints must rise"),
         ("beam", {"width": 11}, "width must be between 1 and 10"),
-        ("self_consistency", {}, "give pattern or pointer"),
+        ("self_consistency", {}, "give one of pattern"),
         ("tree_of_thought", {"score": "luck"}, "score must be one of"),
         ("probe", {"ask": ""}, "ask must be a text"),
     ):

@@ -62,6 +62,11 @@ class Search:
 
     needs_logprobs: ClassVar[bool] = False
 
+    @property
+    def num_parallel(self) -> int:
+        """Most branches that compute at the same time."""
+        raise NotImplementedError
+
     def sampling(self, given: SamplingParams) -> SamplingParams:
         """How the tree has to sample."""
         given = replace(given, n=1)
@@ -105,25 +110,35 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """Finds the answer in a text: by a pattern (its first group, the last place), or by a JSON pointer."""
+    """Finds the answer in a text: by a pattern (its first group, the last place), by a JSON pointer, or as the rest of
+    the line behind the last place of a text."""
 
-    pattern: re.Pattern[str] | None
-    pointer: str | None
+    pattern: re.Pattern[str] | None = None
+    pointer: str | None = None
+    after: str | None = None
 
     @classmethod
-    def of(cls, pattern: str | None, pointer: str | None) -> AnswerReading:
-        if (pattern is None) == (pointer is None):
-            raise InvalidRequest("search: give pattern or pointer, and not both", param="search")
+    def of(
+        cls, pattern: str | None = None, pointer: str | None = None, after: str | None = None
+    ) -> AnswerReading:
+        if sum(given is not None for given in (pattern, pointer, after)) != 1:
+            raise InvalidRequest("search: give one of pattern, pointer and after", param="search")
         if pointer is not None:
             if not isinstance(pointer, str) or (pointer and not pointer.startswith("/")):
                 raise InvalidRequest('search: pointer is a JSON pointer, as "/answer"', param="search")
-            return cls(None, pointer)
+            return cls(pointer=pointer)
+        if after is not None:
+            if not isinstance(after, str) or not 1 <= len(after) <= MAX_PATTERN_CHARS:
+                raise InvalidRequest(
+                    f"search: after is a text of 1 to {MAX_PATTERN_CHARS} characters", param="search"
+                )
+            return cls(after=after)
         if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
             raise InvalidRequest(
                 f"search: pattern is a text of at most {MAX_PATTERN_CHARS} characters", param="search"
             )
         try:
-            return cls(re.compile(pattern), None)
+            return cls(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             message = f"search: pattern is not a regular expression: {error}"
             raise InvalidRequest(message[:300], param="search") from None
@@ -134,6 +149,10 @@ class AnswerReading:
             number = 1 if self.pattern.groups else 0
             found = [(match.group(number) or "").strip() for match in self.pattern.finditer(text)]
             return next((each for each in reversed(found) if each), None)
+        if self.after is not None:
+            _, there, rest = text.rpartition(self.after)
+            said = rest.strip().partition("\n")[0].strip() if there else ""
+            return said.rstrip(".") or None
         try:
             value = json.loads(text)
             for part in (self.pointer or "").split("/")[1:]:

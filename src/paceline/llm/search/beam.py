@@ -15,6 +15,13 @@ from paceline.llm.search.base import Candidate, Search, SearchResult, all_held, 
 from paceline.llm.tree import AsyncBranch, AsyncTree
 
 
+# What changes which tokens are drawn, and not how likely the model says they are.
+_RULES = (
+    *("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
 class _Step(NamedTuple):
     """A beam with one more token."""
 
@@ -44,7 +51,16 @@ class Beam(Search):
             raise InvalidRequest(
                 "search: a beam ends at stop_token_ids and the end of text, not at texts", param="stop"
             )
+        default = SamplingParams()
+        for name in _RULES:
+            if getattr(given, name) != getattr(default, name):
+                message = f"search: beams rank tokens by the model's own probabilities; leave {name} out"
+                raise InvalidRequest(message, param=name)
         return replace(given, n=1, temperature=0, logprobs=MAX_LOGPROBS, ignore_eos=True, seed=None)
+
+    @property
+    def num_parallel(self) -> int:
+        return self.width
 
     async def run(self, tree: AsyncTree) -> SearchResult:
         tokenizer = tree.backend.tokenizer

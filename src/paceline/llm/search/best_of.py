@@ -30,6 +30,10 @@ class BestOf(Search):
         if list(self.checkpoints) != sorted(set(self.checkpoints)):
             raise InvalidRequest("search: checkpoints must rise", param="search")
 
+    @property
+    def num_parallel(self) -> int:
+        return self.n
+
     async def run(self, tree: AsyncTree) -> SearchResult:
         ends = [max(1, int(share * tree.max_tokens)) for share in self.checkpoints]
         ends = [*sorted(set(ends) - {tree.max_tokens}), tree.max_tokens]

@@ -26,12 +26,16 @@ class Probe(Search):
         check_range("every", self.every, 1, 100_000)
         check_range("agree", self.agree, 2, 100)
         check_range("answer_tokens", self.answer_tokens, 1, 1024)
-        AnswerReading.of(self.pattern, None)
+        AnswerReading.of(self.pattern)
         if not isinstance(self.ask, str) or not self.ask:
             raise InvalidRequest("search: ask must be a text", param="search")
 
+    @property
+    def num_parallel(self) -> int:
+        return 1
+
     async def run(self, tree: AsyncTree) -> SearchResult:
-        reading = AnswerReading.of(self.pattern, None)
+        reading = AnswerReading.of(self.pattern)
         said: list[str | None] = []
         (answer,) = await tree.root.fork(1, max_tokens=min(self.every, tree.max_tokens))
         while True:

@@ -30,11 +30,12 @@ def certainty_of(first: int, second: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfConsistency(Search):
-    """At most `n` answers, read by a pattern or a JSON pointer."""
+    """At most `n` answers, read by a pattern, a JSON pointer, or as the line behind a text."""
 
     n: int = 16
     pattern: str | None = None
     pointer: str | None = None
+    after: str | None = None
     certainty: float = 0.95
     parallel: int = 4  # that are drawn at the same time
 
@@ -42,10 +43,14 @@ class SelfConsistency(Search):
         check_range("n", self.n, 1, MAX_WIDTH)
         check_range("parallel", self.parallel, 1, MAX_WIDTH)
         check_range("certainty", self.certainty, 0.5, 1, float)
-        AnswerReading.of(self.pattern, self.pointer)
+        AnswerReading.of(self.pattern, self.pointer, self.after)
+
+    @property
+    def num_parallel(self) -> int:
+        return min(self.n, self.parallel)
 
     async def run(self, tree: AsyncTree) -> SearchResult:
-        reading = AnswerReading.of(self.pattern, self.pointer)
+        reading = AnswerReading.of(self.pattern, self.pointer, self.after)
         votes: Counter[str] = Counter()
         found: list[Candidate] = []
         num_drawn = min(self.n, self.parallel)

@@ -52,6 +52,10 @@ class TreeOfThought(Search):
         if not self.step_end:
             raise InvalidRequest("search: step_end must not be empty", param="search")
 
+    @property
+    def num_parallel(self) -> int:
+        return max(self.width * self.keep, self.votes)
+
     async def run(self, tree: AsyncTree) -> SearchResult:
         kept: list[AsyncBranch] = [tree.root]
         scores: dict[AsyncBranch, float] = {}

@@ -27,6 +27,7 @@ from paceline.server.api.route import Route, described
 from paceline.server.call import Call
 from paceline.server.errors import openai_error_frame
 from paceline.server.generate.generation import Delta, ForkStart, Generation, Usage
+from paceline.server.generate.searching import Found
 from paceline.server.generate.service import Service
 from paceline.text.tokenizer import Tokenizer
 
@@ -318,6 +319,18 @@ class OpenAIRoute(GenerationRoute):
         if fork is not None or generation.record.cost.injected:
             found["usage"] = usage_body(usage)
         return found
+
+    def found(self, call: Call, body: ParsedBody, found: Found) -> dict[str, Any]:
+        shown, tokenizer = body, self.service.tokenizer
+        if body.sampling.logprobs is not None:  # those of searches are not those of the asked number
+            shown = replace(body, sampling=replace(body.sampling, logprobs=None))
+        if self._is_chat:
+            answer = chat_body(shown, found.output, tokenizer, id=call.id)
+        else:
+            answer = completion_body(shown, [found.output], tokenizer, id=call.id)
+        answer["usage"] = usage_body(found.usage)
+        answer["search"] = found.figures
+        return answer
 
 
 def openai_routes(service: Service) -> list[Route]:
