@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.e2e.catalogue.entry import CHAT, COMPLETIONS, OK, VALUE, Answer, Entry, asking, entry
+from tests.e2e.catalogue.entry import CHAT, COMPLETIONS, GOOD, OK, VALUE, Answer, Entry, asking, entry
 from tests.e2e.catalogue.served import signed
 
 NO_REQUEST, UNKNOWN_FIELD = (404, "request_not_found"), (400, "unknown_parameter")
@@ -53,7 +53,29 @@ ENTRIES: list[Entry] = [
         for route in (CHAT, COMPLETIONS)
         for value in (5, [], {"max_rows": 0}, {"max_rows": "a"}, {"rows": 1}, {"max_branches": 257})
     ),
+    *(
+        asking(116, route, fields, VALUE)
+        for route in (CHAT, COMPLETIONS)
+        for fields in (
+            *({"search": value} for value in (5, [], {}, {"type": "luck"}, {"type": "beam", "width": 99})),
+            {"search": {"type": "best_of", "n": 0}},
+            {"search": {"type": "best_of", "colour": 1}},
+            {"search": {"type": "self_consistency"}},
+            {"search": {"type": "self_consistency", "pattern": "(a+)+$"}},
+            {"search": {"type": "best_of"}, "best_of": 3},
+            {"best_of": 2, "n": 3},
+            {"best_of": 3, "stream": True},
+            {"length_penalty": 2.0},
+            {"use_beam_search": "yes"},
+        )
+    ),
     *(asking(116, route, {"on_stop": "hold"}, VALUE) for route in (CHAT, COMPLETIONS)),
     asking(116, COMPLETIONS, {"tree": {"max_rows": 1, "max_tokens": 3, "max_branches": 1}}, OK),
-    asking(116, COMPLETIONS, {"tree": {"max_tokens": 2}}, (429, "tree_limit_exceeded")),
+    # The engine finds out, so that this is no body for a server without one.
+    entry(
+        116,
+        "more tokens than its tree may have",
+        signed("POST", COMPLETIONS, GOOD[COMPLETIONS] | {"tree": {"max_tokens": 2}}),
+        (429, "tree_limit_exceeded"),
+    ),
 ]

@@ -193,7 +193,9 @@ class TreeOverClient:
 
     async def _extend(self, index: int, given: str | Sequence[int], *, max_tokens: int | None = None) -> None:
         branch, tokens = self._branches[index], self._reader.read_inserted(given, "search")
-        if not tokens:  # no event tells that it goes on; before, as it may be held again before the answer is here
+        if (
+            not tokens
+        ):  # no event tells that it goes on; before, as it may be held again before the answer is here
             branch.text.output.text += branch.text.inject(())
         await self._client.extend(branch.number, tokens, max_tokens=max_tokens)
 
