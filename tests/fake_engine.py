@@ -11,9 +11,10 @@ from typing import Any
 
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast
-from paceline.core.request import Change, ChangeOutcome, FinishReason, RequestId
+from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.process.client import (
     EngineInfo,
     EngineState,
@@ -112,6 +113,7 @@ class IdleClient:
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
+        tree: TreeLimits | None = None,
     ) -> EngineStream:
         raise NotImplementedError
 
@@ -124,6 +126,18 @@ class IdleClient:
         service_level: ServiceLevel = DEFAULT_LEVEL,
     ) -> Forecast | None:
         raise NotImplementedError
+
+    def fork(self, number: int, count: int, **how: Any) -> EngineStream:
+        raise NotImplementedError
+
+    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+        raise EngineUnavailable("this engine extends nothing")
+
+    async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:
+        raise EngineUnavailable("this engine prunes nothing")
+
+    async def tree(self, number: int) -> list[BranchState]:
+        raise EngineUnavailable("this engine has no trees")
 
     async def explain(self, number: int) -> Explanation:
         raise EngineUnavailable("this engine explains nothing")

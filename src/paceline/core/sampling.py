@@ -35,7 +35,7 @@ _LARGEST = 2**31 - 1
 _LARGEST_SEED = 2**63 - 1
 
 
-_BEAMS = "there is no beam search; n gives several branches of one prompt"
+_BEAMS = "use LLM.search('beam', ...) or LLM.search('best_of', ...)"
 # Names that vLLM's class of this name has or had.
 UNSUPPORTED = {
     "guided_decoding": "use structured_outputs",

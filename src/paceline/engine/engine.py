@@ -109,10 +109,7 @@ class Engine:
 
         `first_id` is for callers that number requests themselves: ids only go up, and those of branches follow.
         """
-        if first_id is not None:
-            if first_id < self._next_id:
-                raise InvalidRequest(f"request id {first_id} was used before")
-            self._next_id = first_id
+        self._number_from(first_id)
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         branches = self._family(tokens, sampling, tenant, service_level, arrival_s)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
@@ -169,6 +166,12 @@ class Engine:
         branches[0].branches = len(branches) - 1
         return branches
 
+    def _number_from(self, first_id: RequestId | None) -> None:
+        if first_id is not None:
+            if first_id < self._next_id:
+                raise InvalidRequest(f"request id {first_id} was used before")
+            self._next_id = first_id
+
     def add_request(self, request: Request) -> None:
         """Accept a request made elsewhere (a simulation, a log)."""
         self._next_id = max(self._next_id, request.id + 1)
@@ -183,6 +186,7 @@ class Engine:
         append: Sequence[int] = (),
         score: float = 0.0,
         changes: Mapping[str, Any] | None = None,
+        first_id: RequestId | None = None,
     ) -> list[RequestId]:
         """Branch a live request `count` times behind token `at` of its output, or behind the last it has delivered.
 
@@ -190,6 +194,7 @@ class Engine:
         branch may generate as many tokens as its parent could from there, unless they say otherwise. Branches are of
         their parent's tree, where those with a higher score go first. Prune a branch to drop it.
         """
+        self._number_from(first_id)
         known = self.scheduler.tokens_of(request_id)
         parent = self.scheduler.state.requests[request_id]
         at = len(known) - parent.num_prompt if at is None else at
@@ -241,10 +246,14 @@ class Engine:
         return replace(parent.sampling, **values)
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
-        """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`."""
-        if not len(tokens):
-            raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
+        """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.
+
+        Without tokens, one that is held goes on, and any other gets another `max_tokens`.
+        """
         self.scheduler.tokens_of(request_id)  # raises where there is no such request
+        is_held = self.scheduler.state.requests[request_id].held is not None
+        if not len(tokens) and max_tokens is None and not is_held:
+            raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
         guide = self.guides.of_parent(request_id)
         moved = None if guide is None else self.guides.behind(guide, tokens)
         self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)

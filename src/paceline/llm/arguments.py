@@ -104,7 +104,7 @@ OPTIONS: Hints = {
 # Methods of the classes.
 METHODS: Hints = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
-    "beam_search": "use generate with SamplingParams(n=...), or fork a running request (examples/05)",
+    "beam_search": "use search('beam', prompt, width=...)",
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
     **dict.fromkeys(("sleep", "wake_up"), "shut it down and make another one"),

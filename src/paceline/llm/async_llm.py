@@ -10,8 +10,8 @@ import asyncio
 import gc
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -19,9 +19,10 @@ from typing import Any, Self, TypeVar
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
-from paceline.core.request import Change, ChangeOutcome
-from paceline.core.sampling import RequestOutputKind, SamplingParams
+from paceline.core.request import DEFAULT_TENANT, Change, ChangeOutcome
+from paceline.core.sampling import MAX_HOLD_S, RequestOutputKind, SamplingParams
 from paceline.core.service_class import ServiceLevel, class_of
+from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
 from paceline.engine.engine import Engine, apply_change
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
@@ -29,6 +30,8 @@ from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
+from paceline.llm.search import SearchResult, make_search
+from paceline.llm.tree import AsyncTree, Inserted, Told
 from paceline.text.tools.reading import read_openai_tools
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
@@ -132,6 +135,69 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
         loop.call_soon_threadsafe(function)
 
 
+class TreeInThread:
+    """The backend of a tree: commands go to the engine's thread, which sends a new state after each."""
+
+    def __init__(
+        self, llm: AsyncLLM, name: str, reader: Reader, whole: RequestOutput, sampling: SamplingParams
+    ) -> None:
+        self._llm, self._name, self._reader = llm, name, reader
+        self.tokenizer, self.sampling = llm.get_tokenizer(), sampling
+        self._whole = whole  # the engine's thread's own
+        self._told: set[asyncio.Task[Any]] = set()
+        self._errors = Told()
+        if reader.output is None:
+            reader.output = whole.copied()
+
+    @property
+    def output(self) -> RequestOutput:
+        assert self._reader.output is not None
+        return self._reader.output
+
+    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
+        await self.settled()
+        return await self._do(what, args, options)
+
+    def tell(self, what: str, *args: Any, **options: Any) -> None:
+        task = asyncio.ensure_future(self._do(what, args, options))
+        self._told.add(task)
+        task.add_done_callback(self._note)
+
+    async def settled(self) -> None:
+        while self._told:
+            await asyncio.wait(self._told)
+        self._errors.check()
+
+    async def changed(self) -> None:
+        reader = self._reader
+        await reader.ready.wait()
+        reader.ready.clear()
+        if reader.error is not None:
+            raise reader.error
+
+    async def close(self) -> None:
+        if self._llm.is_running:
+            with suppress(EngineFailed):
+                await self._do("end_tree", (), {})
+
+    async def _do(self, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        front, reader = self._llm._front, self._reader
+
+        def do() -> Any:
+            try:
+                return getattr(front, what)(self._name, *args, **options)
+            finally:
+                self._llm._on_events(front.engine.scheduler.take_events())
+                state = self._whole.copied()
+                _call(reader.loop, lambda: reader.take(state))
+
+        return await self._llm._in_engine(do)
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._told.discard(task)
+        self._errors.note(None if task.cancelled() else task.exception())
+
+
 class AsyncLLM(ModelHolder):
     """A model behind an async interface. `async with AsyncLLM() as llm:` shuts it down at the end."""
 
@@ -209,10 +275,83 @@ class AsyncLLM(ModelHolder):
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
         self._loop.do(lambda: self._abort(request_id))
 
-    async def fork(self, request_id: str, branch: int = 0, count: int = 1) -> list[int]:
-        """Branch an output of a request under way, at its last token. The new outputs share its KV and begin with its
-        text; returns their indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended."""
-        return await self._in_engine(lambda: self._front.fork(request_id, branch, count))
+    @asynccontextmanager
+    async def tree(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        max_branches: int = MAX_TREE_BRANCHES,
+        hold_s: float = MAX_HOLD_S,
+        tenant: str = DEFAULT_TENANT,
+        service_tier: str | None = None,
+    ) -> AsyncIterator[AsyncTree]:
+        """A prompt, or a conversation, to make branches of. `async with llm.tree(...) as tree:` ends what is left.
+
+        `max_rows`: branches that compute at the same time; `max_tokens`: output of all together; `hold_s`: how long a
+        branch is kept at its end.
+        """
+        front, arrival_s = self._front, self._engine.now_s
+        params = sampling_params or front.default_sampling
+        limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
+        level = ServiceLevel(class_of(service_tier))
+        prepared = await asyncio.to_thread(front.read_tree, prompt, params, hold_s)
+        name, reader = f"tree-{id(prepared):x}", Reader(asyncio.get_running_loop(), asyncio.Event())
+
+        def add() -> RequestOutput:
+            output = front.open_tree(name, prepared, limits, arrival_s, service_level=level, tenant=tenant)
+            self._listeners[id(output)] = reader
+            return output
+
+        self._readers[name] = reader
+        try:
+            whole = await self._in_engine(add)
+            async with AsyncTree(TreeInThread(self, name, reader, whole, prepared.sampling)) as tree:
+                yield tree
+        finally:
+            del self._readers[name]
+
+    async def search(
+        self,
+        kind: str,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> SearchResult:
+        """Search for an answer by branches; kinds and options as in `LLM.search`."""
+        search = make_search(kind, options)
+        params = search.sampling(sampling_params or self._front.default_sampling)
+        async with self.tree(prompt, params) as tree:
+            return await search.run(tree)
+
+    async def fork(
+        self,
+        request_id: str,
+        branch: int = 0,
+        count: int = 1,
+        *,
+        at: int | None = None,
+        append: Inserted = "",
+        score: float = 0.0,
+        **changes: Any,
+    ) -> list[int]:
+        """Branch an output of a request under way, behind its first `at` tokens (all it has) and `append`.
+
+        The new outputs share its KV and begin with its text; `changes` are parameters of sampling. Returns their
+        indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended, TreeFull.
+        """
+        fork = partial(
+            self._front.fork, request_id, branch, count, at=at, append=append, score=score, changes=changes
+        )
+        return await self._in_engine(fork)
+
+    async def extend(
+        self, request_id: str, branch: int, given: Inserted, *, max_tokens: int | None = None
+    ) -> None:
+        """Put text or tokens behind an output of a request under way; it goes on, for `max_tokens` more."""
+        await self._in_engine(partial(self._front.extend, request_id, branch, given, max_tokens=max_tokens))
 
     async def prune(self, request_id: str, branch: int) -> None:
         """End one output of a request under way, with finish_reason abort; the others continue."""

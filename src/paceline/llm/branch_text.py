@@ -19,7 +19,8 @@ from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 
 _STOP, _ERROR = FinishReason.STOP.value, FinishReason.ERROR.value
-DEADLINE = "deadline"  # the detail of an abort: its time was up
+# Details of an abort: its time was up; its owner ended it; it was held and nothing came of it.
+DEADLINE, PRUNED, HOLD_OVER = "deadline", "pruned", "hold_over"
 
 
 class BranchText:
@@ -27,7 +28,7 @@ class BranchText:
 
     __slots__ = (
         *("_call", "_ends", "_reader", "_stop_ids", "_stream", "_tokenizer"),
-        *("cut_at", "events", "output"),
+        *("cut_at", "events", "num_fixed", "output", "sampling"),
     )
 
     def __init__(
@@ -41,7 +42,9 @@ class BranchText:
         self.output = CompletionOutput(index=index)
         if sampling.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.sampling = sampling
         self.cut_at: int | None = None  # the number of tokens after which a stop string ended the branch
+        self.num_fixed = 0  # tokens up to the last one that was put in: no stop string begins among them
         self._tokenizer = tokenizer
         self._stop_ids = sampling.stop_token_ids
         self._ends = () if tokenizer is None else tokenizer.eos_token_ids
@@ -70,6 +73,7 @@ class BranchText:
             return ""
         output = self.output
         output.token_ids += tokens
+        output.num_generated += len(tokens)
         stream = self._stream
         if stream is None:
             return ""
@@ -119,12 +123,49 @@ class BranchText:
                     output.tool_calls += (call,)
         return "".join(texts)
 
-    def begin_with(self, parent: CompletionOutput) -> None:
-        """Start as a branch of another one, with what that has."""
+    def begin_with(self, parent: BranchText, at: int, append: Sequence[int] = ()) -> str:
+        """Start as a branch of another one, with its first `at` tokens and `append` behind them; returns the text."""
+        output, taken = self.output, parent.output.token_ids[:at]
+        # Where a stop string has ended the parent, that one is over.
+        fixed = at if parent.cut_at is not None and at >= parent.cut_at else min(parent.num_fixed, at)
+        text = self.inject(taken[:fixed])
+        output.token_ids += taken[fixed:]
+        if self._stream is not None:
+            text += self._read_text(self._stream.repeat(taken[fixed:]))
+        if append:
+            text += self.inject(append)
+        if output.logprobs is not None and parent.output.logprobs is not None:
+            known = parent.output.logprobs[:at]
+            unknown: list[dict[int, Logprob]] = [{}] * (len(output.token_ids) - len(known))
+            output.logprobs = [*known, *unknown]
+            output.cumulative_logprob = sum(
+                entry[token].logprob for token, entry in zip(taken, known, strict=False) if entry
+            )
+        return text
+
+    def inject(self, tokens: Sequence[int]) -> str:
+        """Tokens were put in behind what the branch has; one that was held or cut goes on. Returns the new text."""
         output = self.output
-        output.text += self.push(list(parent.token_ids))
-        if parent.logprobs is not None:
-            output.logprobs, output.cumulative_logprob = list(parent.logprobs), parent.cumulative_logprob
+        self.cut_at = output.held = output.stop_reason = None
+        output.token_ids += tokens
+        if tokens:
+            self.num_fixed = len(output.token_ids)
+            if output.logprobs is not None:
+                output.logprobs += [{} for _ in range(len(output.token_ids) - len(output.logprobs))]
+        return "" if self._stream is None else self._read_text(self._stream.inject(tokens))
+
+    def hold(self, reason: str) -> None:
+        """The branch has come to its end and is kept there."""
+        output = self.output
+        output.held = _STOP if self.cut_at is not None else reason
+        output.num_holds += 1
+        self._note_stop_token(output.held)
+
+    def _read_text(self, text: str) -> str:
+        if self._reader is None:
+            return text
+        self.events = list(self._reader.push(text))
+        return self._note(self.events)
 
     def push_logprobs(self, found: RowLogprobs, number: int) -> None:
         """What is known of output token `number`, in order; others are left out."""
@@ -147,19 +188,30 @@ class BranchText:
         if output.logprobs is not None:
             del output.logprobs[len(output.token_ids) :]
         output.finish_reason = reason if self.cut_at is None else _STOP
-        if reason == _ERROR:
+        if detail == HOLD_OVER:  # it had come to its end before
+            output.finish_reason = output.held or reason
+        elif detail == PRUNED:
+            output.finish_reason, output.stop_reason = reason, PRUNED
+        elif reason == _ERROR:
             output.error = detail
         elif detail == DEADLINE and output.finish_reason != _STOP:
             output.stop_reason = DEADLINE
-        elif reason == _STOP and self.cut_at is None and output.token_ids:
+        else:
+            self._note_stop_token(reason)
+        output.held = None
+        return rest
+
+    def _note_stop_token(self, reason: str) -> None:
+        output = self.output
+        if reason == _STOP and self.cut_at is None and output.token_ids:
             last = output.token_ids[-1]
             if last in self._stop_ids:
                 output.stop_reason = last
-        return rest
 
     def _cut(self, stream: TextStream) -> None:
         """The output ends at the token that completed a stop string."""
         self.cut_at = stream.stopped_at
+        self.output.num_generated -= len(self.output.token_ids) - (self.cut_at or 0)
         del self.output.token_ids[self.cut_at :]
         self.output.stop_reason = stream.stop_reason
 

@@ -6,15 +6,18 @@ it delivers beyond is dropped. Knows the engine by its events and that command, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import Finished, LogprobEvent, StepEvents, TokenEvents
+from paceline.core.events import Finished, Held, LogprobEvent, StepEvents, TokenEvents
 from paceline.core.request import FinishReason, RequestId
-from paceline.errors import UnknownRequest
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest, UnknownRequest
 from paceline.llm.branch_text import BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
@@ -104,8 +107,14 @@ class BranchOutput:
     id: RequestId
     whole: OpenOutput
     text: BranchText
-    # Output tokens of the branch it was forked from; the engine counts them as its prompt.
-    num_taken_over: int = 0
+    parent: BranchOutput | None = None
+    # Output tokens of the branch it was forked from; the engine counts them, and `append`, as its prompt.
+    num_shared: int = 0
+    append: Sequence[int] = ()
+
+    @property
+    def num_taken_over(self) -> int:
+        return self.num_shared + len(self.append)
 
     @property
     def output(self) -> CompletionOutput:
@@ -119,6 +128,21 @@ class OpenOutput:
     output: RequestOutput
     prepared: PreparedRequest
     branches: list[BranchOutput] = field(default_factory=list)
+
+
+class ForkPoint(NamedTuple):
+    """Where branches begin: behind the first `at` tokens of an output."""
+
+    branch: BranchOutput
+    at: int
+    source: BranchOutput  # whose tokens in the engine these are: the branch, or one that it comes from
+    shared: int  # of that output's tokens
+    between: Sequence[int]  # and these behind them
+
+    @property
+    def engine_at(self) -> int:
+        """Counted as the engine counts."""
+        return self.shared - self.source.num_taken_over
 
 
 class Collector:
@@ -178,37 +202,115 @@ class Collector:
             raise UnknownRequest(f"branch {index} of request {name} is not under way")
         return ids[index]
 
-    def fork(self, parent_id: RequestId, ids: Iterable[RequestId]) -> list[int]:
-        """Follow branches that the engine has made of a branch; returns their indexes among the request's outputs."""
-        parent = self._branches[parent_id]
-        whole, prepared = parent.whole, parent.whole.prepared
+    def fork_point(self, parent_id: RequestId, at: int | None) -> ForkPoint:
+        """Where to branch so that children begin with the first `at` tokens of an output; None: all it has."""
+        branch = self._branches[parent_id]
+        tokens = branch.output.token_ids
+        at = len(tokens) if at is None else at
+        if not 0 <= at <= len(tokens):
+            raise InvalidRequest(f"at must be between 0 and the {len(tokens)} tokens there are", param="at")
+        source, shared = branch, at
+        while shared < source.num_taken_over:  # in what it has taken over from its own parent
+            assert source.parent is not None
+            source, shared = source.parent, min(shared, source.num_shared)
+        if source.id not in self._branches:
+            raise InvalidRequest(
+                f"the first {at} tokens are those of branch {source.output.index}, which has ended: branch at "
+                f"{branch.num_taken_over} or later",
+                param="at",
+            )
+        return ForkPoint(branch, at, source, shared, tokens[shared:at])
+
+    def fork(
+        self, point: ForkPoint, append: Sequence[int], sampling: SamplingParams, ids: Iterable[RequestId]
+    ) -> list[int]:
+        """Follow branches that the engine has made; returns their indexes among the request's outputs."""
+        whole, prepared = point.branch.whole, point.branch.whole.prepared
         outputs = whole.output.outputs
         first = len(outputs)
         for request_id in ids:
-            text = BranchText(
-                len(outputs), self._tokenizer, prepared.token_ids, prepared.sampling, prepared.form
-            )
-            text.begin_with(parent.output)
+            text = BranchText(len(outputs), self._tokenizer, prepared.token_ids, sampling, prepared.form)
+            text.output.text += text.begin_with(point.branch.text, point.at, append)
             outputs.append(text.output)
-            branch = BranchOutput(request_id, whole, text, num_taken_over=len(parent.output.token_ids))
+            branch = BranchOutput(
+                request_id,
+                whole,
+                text,
+                parent=point.source,
+                num_shared=point.shared,
+                append=[*point.between, *append],
+            )
             whole.branches.append(branch)
             self._branches[request_id] = branch
         return list(range(first, len(outputs)))
 
+    def is_held(self, request_id: RequestId) -> bool:
+        return self._branches[request_id].output.held is not None
+
+    def num_holds(self, request_id: RequestId) -> int:
+        return self._branches[request_id].output.num_holds
+
+    def end_hold(self, request_id: RequestId) -> None:
+        """A branch goes on with nothing put in."""
+        text = self._branches[request_id].text
+        text.output.text += text.inject(())
+
+    def sampling_of(self, request_id: RequestId) -> SamplingParams:
+        return self._branches[request_id].text.sampling
+
+    def stop_at(self, request_id: RequestId, sampling: SamplingParams, *, is_new: bool) -> bool:
+        """Other stop strings for what a branch will generate, and unless `is_new` for what it has generated since the
+        last token that was put in. Returns whether one was found there."""
+        branch = self._branches[request_id]
+        before, prepared = branch.text, branch.whole.prepared
+        text = BranchText(before.output.index, self._tokenizer, prepared.token_ids, sampling, prepared.form)
+        output, tokens = before.output, before.output.token_ids
+        fixed = len(tokens) if is_new else max(before.num_fixed, branch.num_taken_over)
+        found = text.begin_with(before, fixed)
+        text.num_fixed = fixed
+        is_stop = output.held == FinishReason.STOP.value and before.cut_at is None
+        found += text.push(tokens[fixed:], ends_with_stop_token=is_stop)
+        if text.output.logprobs is not None and output.logprobs is not None:
+            text.output.logprobs[fixed:] = output.logprobs[fixed : len(text.output.token_ids)]
+            text.output.cumulative_logprob = _sum(text.output)
+        text.output.text, text.output.num_holds = found, output.num_holds
+        text.output.num_generated = output.num_generated - (len(tokens) - len(text.output.token_ids))
+        if text.cut_at is None:
+            text.output.held, text.output.stop_reason = output.held, output.stop_reason
+        branch.text = text
+        branch.whole.output.outputs[output.index] = text.output
+        if text.cut_at is None:
+            return False
+        self._finish_at(branch.id, text.cut_at - branch.num_taken_over)
+        return True
+
     def take(self, events: StepEvents) -> list[RequestOutput]:
         """Bring outputs up to date; returns those that changed. Each is one object that grows."""
-        endings = {ending.request: ending for ending in events.finished}
+        endings: dict[int, Finished | Held] = {ending.request: ending for ending in events.finished}
         changed: dict[int, OpenOutput] = {}
+        holds = _by_request(events.held)
         for event in events.logprobs:
             self._take_logprobs(event)
         for batch in events.tokens:
             for request_id, token, index in self._read_now(batch):
                 branch = self._branches.get(request_id)
-                if branch is not None and branch.text.cut_at is None:
-                    ending = endings.get(request_id)
-                    is_stop = _is_stop_token(ending, index)
-                    self._take_token(branch, token, batch.time_s, is_stop=is_stop)
-                    changed[id(branch.whole)] = branch.whole
+                if branch is None:
+                    continue
+                ending = endings.get(request_id)
+                if holds or branch.output.held is not None:
+                    ending = self._go_on(branch, holds.get(request_id), index) or ending
+                if batch.is_injected:
+                    branch.output.text += branch.text.inject([token])
+                elif branch.text.cut_at is None:
+                    self._take_token(branch, token, batch.time_s, is_stop=_is_stop_token(ending, index))
+                else:
+                    continue
+                changed[id(branch.whole)] = branch.whole
+        for request_id, rest in holds.items():
+            branch = self._branches.get(request_id)
+            if branch is not None and rest:
+                branch.text.hold(rest[-1].reason.value)
+                changed[id(branch.whole)] = branch.whole
         for ending in events.finished:
             branch = self._branches.pop(ending.request, None)
             if branch is not None:
@@ -233,6 +335,14 @@ class Collector:
 
     def _open_branches(self, name: str) -> list[BranchOutput]:
         return [branch for branch in self._branches.values() if branch.whole.output.request_id == name]
+
+    def _go_on(self, branch: BranchOutput, holds: deque[Held] | None, index: int) -> Held | None:
+        """Token `index` comes: a hold before it is over. Returns the next one."""
+        while holds and index >= holds[0].num_output:
+            branch.text.hold(holds.popleft().reason.value)
+        if branch.output.held is not None:
+            branch.output.text += branch.text.inject(())
+        return holds[0] if holds else None
 
     def _take_token(self, branch: BranchOutput, token: int, time_s: float, *, is_stop: bool) -> None:
         text, metrics = branch.text, branch.whole.output.metrics
@@ -274,6 +384,7 @@ class Collector:
         """A branch that was only to be read whole has ended."""
         tokens, first_s, last_s = self._unread.close(branch.id)
         branch.output.token_ids += tokens
+        branch.output.num_generated += len(tokens)
         metrics = branch.whole.output.metrics
         if tokens and metrics is not None:
             earliest = first_s if metrics.first_token_s is None else min(first_s, metrics.first_token_s)
@@ -291,6 +402,19 @@ def _count(metrics: RequestMetrics, ending: Finished) -> None:
     metrics.recompute_kv_block_seconds += cost.redone_block_us / 1e6
 
 
-def _is_stop_token(ending: Finished | None, index: int) -> bool:
+def _by_request(held: Iterable[Held]) -> dict[RequestId, deque[Held]]:
+    found: dict[RequestId, deque[Held]] = {}
+    for hold in held:
+        found.setdefault(hold.request, deque()).append(hold)
+    return found
+
+
+def _sum(output: CompletionOutput) -> float:
+    """Of the logprobs that are known."""
+    known = zip(output.token_ids, output.logprobs or (), strict=False)
+    return sum(entry[token].logprob for token, entry in known if entry)
+
+
+def _is_stop_token(ending: Finished | Held | None, index: int) -> bool:
     """Whether token `index` is the stop token the engine ended this request by."""
     return ending is not None and ending.reason is FinishReason.STOP and index == ending.num_output - 1

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
+from paceline.core.request import DEFAULT_TENANT, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
+from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import (
     ChatPrompts,
     Messages,
@@ -25,6 +31,7 @@ from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.grammar import with_tool_named
 
 _logger = logging.getLogger("paceline")
+_COMPILING_S = 0.001
 
 
 class Frontend:
@@ -74,13 +81,107 @@ class Frontend:
                 raise with_tool_named(error, chat.structure, use) from None
         return prepared_chat(self._reader, chat, ids, sampling)
 
-    def fork(self, name: str, branch: int, count: int) -> list[int]:
+    def fork(
+        self,
+        name: str,
+        branch: int,
+        count: int,
+        *,
+        at: int | None = None,
+        append: str | Sequence[int] = (),
+        score: float = 0.0,
+        changes: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Branch one output of a request under way; returns the indexes of the new outputs."""
         parent = self.collector.branch_id(name, branch)
-        return self.collector.fork(parent, self.engine.fork(parent, count))
+        point = self.collector.fork_point(parent, at)
+        tokens = self._reader.read_inserted(append, "append")
+        sampling, changed = self._reader.read_changes(self.collector.sampling_of(parent), changes or {})
+        ids = self.engine.fork(
+            point.source.id,
+            count,
+            at=point.engine_at,
+            append=[*point.between, *tokens],
+            score=score,
+            changes=changed,
+        )
+        return self.collector.fork(point, tokens, sampling, ids)
+
+    def extend(
+        self, name: str, branch: int, given: str | Sequence[int], *, max_tokens: int | None = None
+    ) -> None:
+        """Put tokens behind what an output has, and let it go on."""
+        tokens = self._reader.read_inserted(given, "text")
+        request_id = self.collector.branch_id(name, branch)
+        request = self.engine.scheduler.state.requests[request_id]
+        if tokens or max_tokens is not None or self.collector.is_held(request_id):
+            self.engine.extend(request_id, tokens, max_tokens=max_tokens)
+            if not tokens:  # no event tells it
+                self.collector.end_hold(request_id)
+        if request.state is RequestState.PAUSED:
+            self.engine.scheduler.resume(request_id)
+
+    def open_tree(
+        self,
+        name: str,
+        prepared: PreparedRequest,
+        limits: TreeLimits,
+        arrival_s: float,
+        *,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
+        tenant: str = DEFAULT_TENANT,
+    ) -> RequestOutput:
+        """Add a prompt that generates nothing before it is told to: branches are made of it."""
+        engine = self.engine
+        (root,) = engine.add(
+            prepared.token_ids,
+            prepared.sampling,
+            service_level=service_level,
+            tenant=tenant,
+            arrival_s=arrival_s,
+            tree=limits,
+        )
+        output = self.collector.open(name, prepared, [root], arrival_s)
+        while engine.scheduler.state.requests[root].state is RequestState.BLOCKED:  # its grammar is compiled
+            time.sleep(_COMPILING_S)
+            engine.guides.let_in()
+        engine.scheduler.pause(root)
+        return output
+
+    def until(
+        self, name: str, branch: int, stops: tuple[str, ...], max_tokens: int | None, num_seen: int
+    ) -> None:
+        """Have an output go on to one of these texts. A hold that its reader has not seen (beyond `num_seen`) is no
+        place to go on from: then the texts are looked for in what it has generated until there."""
+        collector, request_id = self.collector, self.collector.branch_id(name, branch)
+        sampling, _ = self._reader.read_changes(collector.sampling_of(request_id), {"stop": stops})
+        request = self.engine.scheduler.state.requests[request_id]
+        is_held, num_holds = collector.is_held(request_id), collector.num_holds(request_id)
+        goes_on = request.state is RequestState.PAUSED or (is_held and num_holds <= num_seen)
+        is_cut = collector.stop_at(request_id, sampling, is_new=goes_on)
+        if goes_on or (max_tokens is not None and not is_held and not is_cut):
+            self.extend(name, branch, (), max_tokens=max_tokens)
+
+    def set_score(self, name: str, branch: int, score: float) -> None:
+        self.engine.set_score(self.collector.branch_id(name, branch), score)
 
     def prune(self, name: str, branch: int) -> None:
         self.engine.prune(self.collector.branch_id(name, branch))
+
+    def end_tree(self, name: str) -> None:
+        """End what is left of a request."""
+        for request_id in self.collector.ids_of(name):
+            self.engine.prune(request_id)
+
+    def read_tree(
+        self, prompt: Prompt | Messages, sampling: SamplingParams, hold_s: float
+    ) -> PreparedRequest:
+        """The root of a tree: a prompt or a conversation, whose branches are held at their ends."""
+        own = replace(sampling, on_stop="hold", hold_s=hold_s)
+        if own.n != 1:
+            raise InvalidRequest("a tree has one root: fork it instead of n", param="n")
+        is_chat = not isinstance(prompt, str | Mapping) and prompt and isinstance(prompt[0], Mapping)
+        return self.read_chat(prompt, own) if is_chat else self.read(prompt, own)  # type: ignore[arg-type]
 
     def count_chat(self, messages: Messages) -> int:
         """How many tokens a conversation has as a prompt."""

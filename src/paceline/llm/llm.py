@@ -10,13 +10,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
-from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import DEFAULT_CLASS, class_of
+from paceline.core.sampling import MAX_HOLD_S, SamplingParams
+from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
+from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
+from paceline.errors import InvalidRequest
 from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
-from paceline.llm.offline import Submission, run_requests, stream_request
+from paceline.llm.offline import Submission, TreeInPlace, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
+from paceline.llm.search import SearchResult, make_search
+from paceline.llm.tree import AsyncTree, Inserted, Tree, now
 from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
@@ -172,10 +176,67 @@ class LLM(ModelHolder):
         )
         return stream_request(front, submission)
 
-    def fork(self, request_id: str, branch: int = 0, count: int = 1) -> list[int]:
-        """Branch an output of a request that is streamed, at its last token. The new outputs share its KV and begin
-        with its text; returns their indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended."""
-        return self._front.fork(request_id, branch, count)
+    def tree(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        max_branches: int = MAX_TREE_BRANCHES,
+        hold_s: float = MAX_HOLD_S,
+        service_tier: str | None = None,
+    ) -> Tree:
+        """A prompt, or a conversation, to make branches of. `with llm.tree(...) as tree:` ends what is left.
+
+        `max_rows`: branches that compute at the same time; `max_tokens`: output of all together; `hold_s`: how long a
+        branch is kept at its end.
+        """
+        front, name = self._front, str(next(self._numbers))
+        prepared = front.read_tree(prompt, sampling_params or front.default_sampling, hold_s)
+        limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
+        level = ServiceLevel(class_of(service_tier))
+        output = front.open_tree(name, prepared, limits, front.engine.now_s, service_level=level)
+        return Tree(TreeInPlace(front, name, output, prepared.sampling))
+
+    def search(
+        self,
+        kind: str,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> SearchResult:
+        """Search for an answer by branches of a prompt or a conversation.
+
+        `kind` is best_of, self_consistency, beam, tree_of_thought or probe; `options` are the fields of its class in
+        `paceline.llm.search`, as `n=8`.
+        """
+        search = make_search(kind, options)
+        params = search.sampling(sampling_params or self._front.default_sampling)
+        with self.tree(prompt, params) as tree:
+            return now(search.run(AsyncTree(tree.backend)))
+
+    def fork(
+        self,
+        request_id: str,
+        branch: int = 0,
+        count: int = 1,
+        *,
+        at: int | None = None,
+        append: Inserted = "",
+        score: float = 0.0,
+        **changes: Any,
+    ) -> list[int]:
+        """Branch an output of a request that is streamed, behind its first `at` tokens (all it has) and `append`.
+
+        The new outputs share its KV and begin with its text; `changes` are parameters of sampling. Returns their
+        indexes in `RequestOutput.outputs`. Raises UnknownRequest if it has ended, TreeFull.
+        """
+        return self._front.fork(request_id, branch, count, at=at, append=append, score=score, changes=changes)
+
+    def extend(self, request_id: str, branch: int, given: Inserted, *, max_tokens: int | None = None) -> None:
+        """Put text or tokens behind an output of a request that is streamed; it goes on, for `max_tokens` more."""
+        self._front.extend(request_id, branch, given, max_tokens=max_tokens)
 
     def prune(self, request_id: str, branch: int) -> None:
         """End one output of a request that is streamed, with finish_reason abort; the others continue."""
@@ -191,6 +252,10 @@ class LLM(ModelHolder):
     ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prepared):
             raise ValueError(f"{len(prepared)} prompts and {len(priority)} priorities: give one for each")
+        if any(request.sampling.on_stop == "hold" for request in prepared):
+            raise InvalidRequest(
+                "a held answer waits for what comes next: use LLM.tree or LLM.stream", param="on_stop"
+            )
         submissions = [
             Submission(
                 name=str(next(self._numbers)), request=request, priority=own, service_class=service_class

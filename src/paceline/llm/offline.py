@@ -10,15 +10,18 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
+from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
-from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull
+from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull, UnknownRequest
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
+from paceline.llm.tree import now
 
 # Ctrl-C between two steps, never inside one: an engine that is stopped halfway through its books is of no use.
 #
@@ -81,12 +84,13 @@ def run_requests(
     engine, collector = front.engine, front.collector
     step = engine.step_overlapped if engine.depth else engine.step
     waiting, fed = iter(submissions), FIRST_FED
+    mine: dict[str, int] = {}  # requests under way and their branches; those of a tree are its own
     with interrupts_noted() as check_interrupts:
         try:
             while True:
-                refused, waiting = _feed(front, waiting, max_open, fed)
+                refused, waiting = _feed(front, waiting, max_open, fed, mine)
                 yield from refused
-                if not collector.num_open and not refused:
+                if not mine and not refused:
                     collector.take(engine.drain())
                     return
                 check_interrupts()
@@ -95,9 +99,14 @@ def run_requests(
                     fed = STEPS_FED
                 elif engine.scheduler.tokens_left > 0:
                     fed = min(2 * fed, MOST_FED)
-                yield from [output for output in changed if output.finished]
+                yield from [
+                    output for output in changed if output.finished and mine.pop(output.request_id, 0)
+                ]
         except BaseException:
-            _abort_all(front)
+            for name in mine:  # leave nothing behind
+                for request_id in collector.ids_of(name):
+                    engine.abort(request_id)
+            collector.take(engine.drain())
             raise
 
 
@@ -118,8 +127,40 @@ def stream_request(front: Frontend, submission: Submission) -> Generator[Request
         collector.take(engine.drain())
 
 
+class TreeInPlace:
+    """The backend of a tree: every command is done at once, and waiting is a step."""
+
+    def __init__(self, front: Frontend, name: str, output: RequestOutput, sampling: SamplingParams) -> None:
+        self._front, self._name = front, name
+        self.output = output
+        self.tokenizer, self.sampling = front.tokenizer, sampling
+        self._step = front.engine.step_overlapped if front.engine.depth else front.engine.step
+
+    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
+        front = self._front
+        try:
+            return getattr(front, what)(self._name, *args, **options)
+        finally:
+            front.collector.take(front.engine.scheduler.take_events())
+
+    def tell(self, what: str, *args: Any, **options: Any) -> None:
+        with suppress(UnknownRequest):  # it has ended meanwhile
+            now(self.ask(what, *args, **options))
+
+    async def settled(self) -> None:
+        """What was told is done."""
+
+    async def changed(self) -> None:
+        with interrupts_noted():
+            self._front.collector.take(self._step())
+
+    async def close(self) -> None:
+        self._front.end_tree(self._name)
+        self._front.collector.take(self._front.engine.drain())
+
+
 def _feed(
-    front: Frontend, waiting: Iterator[Submission], max_open: int, steps_fed: int
+    front: Frontend, waiting: Iterator[Submission], max_open: int, steps_fed: int, mine: dict[str, int]
 ) -> tuple[list[RequestOutput], Iterator[Submission]]:
     """Add requests while there is room; returns those the engine refused, and what still waits."""
     refused: list[RequestOutput] = []
@@ -130,14 +171,17 @@ def _feed(
         enough = steps_fed * config.max_num_batched_tokens
         if steps_fed == FIRST_FED:
             max_open = min(max_open, FIRST_REQUESTS)
-    while front.collector.num_open < max_open and queue.num_tokens < enough:
+    num_open = sum(mine.values())
+    while num_open < max_open and queue.num_tokens < enough:
         submission = next(waiting, None)
         if submission is None:
             break
         try:
             _add(front, submission, only_whole=True)
+            mine[submission.name] = submission.request.sampling.n
+            num_open += submission.request.sampling.n
         except QueueFull as error:
-            if front.collector.num_open:  # there is room once something has finished
+            if mine:  # there is room once something has finished
                 return refused, itertools.chain([submission], waiting)
             refused.append(_refused(submission, error))
         except (InvalidRequest, DeadlineInfeasible) as error:
@@ -169,10 +213,3 @@ def _refused(submission: Submission, error: PacelineError) -> RequestOutput:
         outputs=parts,
         finished=True,
     )
-
-
-def _abort_all(front: Frontend) -> None:
-    """Leave nothing behind: the next call starts with an idle engine."""
-    for request_id in list(front.engine.scheduler.state.requests):
-        front.engine.abort(request_id)
-    front.collector.take(front.engine.drain())

@@ -45,6 +45,13 @@ class CompletionOutput:
     reasoning: str | None = None
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
+    # Of branches that are kept at their end (`on_stop="hold"`): what would have ended it, stop or length; None while
+    # it runs and when it has ended.
+    held: str | None = None
+    num_holds: int = 0  # so far
+    num_generated: int = (
+        0  # of its tokens, those it did not take over from another branch and that were not put in
+    )
 
     @property
     def finished(self) -> bool:
@@ -64,6 +71,9 @@ class CompletionOutput:
             reasoning=self.reasoning,
             num_reasoning_tokens=self.num_reasoning_tokens,
             tool_calls=self.tool_calls,
+            held=self.held,
+            num_holds=self.num_holds,
+            num_generated=self.num_generated,
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from paceline.core.keywords import is_off, not_supported
-from paceline.core.sampling import SamplingParams
+from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.arguments import PROMPT_KEYS
 from paceline.text.answer import AnswerForm
@@ -46,6 +46,12 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+# Parameters in which a branch may differ from its parent.
+FORK_CHANGES = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("logit_bias", "include_stop_str_in_output", "on_stop", "hold_s"),
+)
 MAX_CHARS_PER_TOKEN = 64  # no tokenizer makes fewer tokens of a text: longer ones are refused unread
 
 
@@ -85,6 +91,48 @@ class PromptReader:
                 message = f"token id {token!r} is not in [0, {self._vocab_size})"
                 raise InvalidRequest(message, param="prompt")
         return PreparedRequest(text=text, token_ids=ids, sampling=self._complete(sampling, len(ids)))
+
+    def read_inserted(self, given: str | Sequence[int], param: str) -> list[int]:
+        """What is put into an output, as text or ids."""
+        if isinstance(given, str):
+            if self._tokenizer is None:
+                raise InvalidRequest("text needs a tokenizer; give token ids", param=param)
+            limit = self._max_model_len * MAX_CHARS_PER_TOKEN
+            return self._tokenizer.encode(given, add_special_tokens=False, max_chars=limit, param=param)
+        if not isinstance(given, Sequence) or isinstance(given, bytes):
+            raise InvalidRequest(
+                f"{param} is text or a list of token ids, not {type(given).__name__}", param=param
+            )
+        ids = list(cast("Sequence[int]", given))
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                message = f"token id {token!r} is not in [0, {self._vocab_size})"
+                raise InvalidRequest(message, param=param)
+        return ids
+
+    def read_changes(
+        self, sampling: SamplingParams, changes: Mapping[str, Any]
+    ) -> tuple[SamplingParams, dict[str, Any]]:
+        """The sampling of a branch that differs from its parent's, and what an engine has to know of it."""
+        for name in changes:
+            if name not in FORK_CHANGES:
+                raise InvalidRequest(f"{name} of a branch cannot differ from its parent's", param=name)
+        given = dict(changes)
+        asked = replace(
+            sampling, **{"min_tokens": 0, **given}
+        )  # the least counts from the request's first token
+        asked.check_vocabulary(self._vocab_size)
+        if asked.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        if asked.temperature > 0 and asked.seed is None:
+            given["seed"] = self._seeds.getrandbits(63)
+        own = replace(
+            asked,
+            seed=given.get("seed", asked.seed),
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+        )
+        return own, {name: value for name, value in given.items() if not PARAMETERS[name].is_text}
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -18,10 +18,11 @@ import numpy as np
 
 from paceline.config.process import ProcessConfig
 from paceline.core.dial import DialSetting
-from paceline.core.events import Finished, Forecast, LogprobEvent
-from paceline.core.request import Change, ChangeOutcome
+from paceline.core.events import Finished, Forecast, Held, LogprobEvent
+from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest, PacelineError, QueueFull
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
@@ -159,18 +160,56 @@ class AsyncEngine:
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
+        tree: TreeLimits | None = None,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
-        sender = self._ready_sender()
-        payload = self._payload(tokens, sampling, tenant, service_level, timeout_s)
-        first = self._next_id
-        self._next_id += sampling.n
-        stream = Stream(first, sampling.n, self._undelivered, close=self._close, finish_at=self._finish_at)
+        payload = self._payload(tokens, sampling, tenant, service_level, timeout_s, tree=tree)
+        return self._start(payload, sampling.n)
+
+    def fork(
+        self,
+        number: int,
+        count: int,
+        *,
+        at: int,
+        append: Sequence[int] = (),
+        score: float = 0.0,
+        changes: Mapping[str, bool | int | float | str | None] | None = None,
+    ) -> Stream:
+        """See `EngineClient`. Raises as `submit` does."""
+        self._check_unsent(self._ready_sender())
+        frame = frames.Fork(
+            self._next_id, number, count, at, _column(append, "append"), score, dict(changes or {})
+        )
+        return self._start(frames.encode(frame), count)
+
+    def _start(self, payload: bytes, count: int) -> Stream:
+        """Send branches under the next numbers, and follow them."""
+        sender, first = self._ready_sender(), self._next_id
+        self._next_id += count
+        stream = Stream(first, count, self._undelivered, close=self._close, finish_at=self._finish_at)
         self._streams[first] = stream
         for branch in stream.branches:
             self._branches[branch.id] = branch
         sender.send(payload)
         return stream
+
+    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+        column = _column(tokens, "tokens")
+        answer = await self._ask(lambda question: frames.Extend(question, number, column, max_tokens))
+        assert isinstance(answer, frames.Extended)
+        if answer.rejected is not None:
+            raise error_of(answer.rejected)
+
+    async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:
+        answer = await self._ask(lambda question: frames.Prune(question, tuple(numbers)))
+        assert isinstance(answer, frames.Changed)
+        return answer.outcomes
+
+    async def tree(self, number: int) -> list[BranchState]:
+        answer = await self._ask(lambda question: frames.ShowTree(question, number))
+        assert isinstance(answer, frames.TreeShown)
+        return answer.branches
 
     async def explain(self, number: int) -> Explanation:
         answer = await self._ask(lambda question: frames.Explain(question, number))
@@ -237,11 +276,10 @@ class AsyncEngine:
         timeout_s: float | None,
         *,
         only_forecast: bool = False,
+        tree: TreeLimits | None = None,
     ) -> bytes:
         """The frame of a request under the next number."""
-        sender = self._ready_sender()
-        if sender.num_unsent_bytes > self._config.max_unsent_bytes:
-            raise QueueFull("the engine does not take requests as fast as they come; try again later")
+        self._check_unsent(self._ready_sender())
         service_level.check()
         add = frames.Add(
             first=self._next_id,
@@ -253,11 +291,16 @@ class AsyncEngine:
             timeout_s=timeout_s,
             only_forecast=only_forecast,
             service_class=service_level.service_class,
+            tree=tree,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
             raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
         return payload
+
+    def _check_unsent(self, sender: Sender) -> None:
+        if sender.num_unsent_bytes > self._config.max_unsent_bytes:
+            raise QueueFull("the engine does not take requests as fast as they come; try again later")
 
     # -- for the supervisor --------------------------------------------------------------------------------
 
@@ -351,6 +394,8 @@ class AsyncEngine:
             return
         for event in update.logprobs:
             self._take_logprobs(event)
+        for held in update.held:
+            self._seal(held.request, held=held)
         if update.tokens:
             self._take_tokens(update)
         for ending in update.endings:
@@ -383,6 +428,9 @@ class AsyncEngine:
         ids = np.frombuffer(update.branches, frames.ID).tolist()
         tokens = np.frombuffer(update.tokens, frames.TOKEN).tolist()
         time_s, find = update.time_s, self._branches.get
+        if update.is_injected:  # what came before is another update
+            for branch_id in dict.fromkeys(ids):
+                self._seal(branch_id)
         for branch_id, token in zip(ids, tokens, strict=True):
             branch = find(branch_id)
             if branch is None:
@@ -390,6 +438,18 @@ class AsyncEngine:
                 continue
             branch.tokens.append(token)
             branch.time_s = time_s
+            if not branch.is_touched:
+                self._touch(branch)
+        if update.is_injected:
+            for branch_id in dict.fromkeys(ids):
+                self._seal(branch_id, is_injected=True)
+
+    def _seal(self, branch_id: int, *, held: Held | None = None, is_injected: bool = False) -> None:
+        branch = self._branches.get(branch_id)
+        if branch is None:
+            self.rejects.unknown_branch += held is not None
+        elif held is not None or branch.tokens or branch.logprobs:
+            branch.seal(held=held, is_injected=is_injected)
             if not branch.is_touched:
                 self._touch(branch)
 
@@ -470,8 +530,8 @@ class AsyncEngine:
             self._branches.pop(branch.id, None)
 
 
-def _column(tokens: Sequence[int]) -> bytes:
+def _column(tokens: Sequence[int], name: str = "prompt") -> bytes:
     try:
         return np.array(tokens, dtype=frames.TOKEN).tobytes()
     except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequest("a prompt is a list of token ids", param="prompt") from error
+        raise InvalidRequest(f"{name} is a list of token ids", param=name) from error

@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.counters import Counters, CPUWork
 from paceline.core.dial import DialSetting, DialStatus
-from paceline.core.events import Decision, Finished, Forecast
+from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import Change, ChangeOutcome
+from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.costs.model import ModelWork
 from paceline.errors import PacelineError
 
@@ -116,6 +117,8 @@ class BranchUpdate:
     logprobs: list[RowLogprobs] = field(default_factory=list)  # of prompt tokens too, by their position
     time_s: float = 0.0  # of the newest token, on the engine's clock
     ending: Finished | None = None
+    held: Held | None = None  # behind these tokens
+    is_injected: bool = False  # its tokens were put in from outside
 
 
 # Takes updates at once, called by the dispatcher; False when the reader has to wake up.
@@ -205,8 +208,34 @@ class EngineClient(Protocol):
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
+        tree: TreeLimits | None = None,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
+
+    def fork(
+        self,
+        number: int,
+        count: int,
+        *,
+        at: int,
+        append: Sequence[int] = (),
+        score: float = 0.0,
+        changes: Mapping[str, bool | int | float | str | None] | None = None,
+    ) -> EngineStream:
+        """Branches of a live branch, as a stream of their own; see `Engine.fork`. Never blocks.
+
+        Its `take` raises UnknownRequest, InvalidTransition or TreeFull where `submit` raises what a request is rejected
+        with.
+        """
+
+    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+        """Put tokens behind the output of a live branch; its stream tells them. See `Engine.extend`."""
+
+    async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:
+        """End branches; their streams hear of it."""
+
+    async def tree(self, number: int) -> list[BranchState]:
+        """The live branches of a branch's tree; none when it has ended."""
 
     async def forecast(
         self,

@@ -20,7 +20,7 @@ requests, so that these share theirs with others:
                                    tokens   a b        tokens   c d    tokens   e           tokens   f
                                                                        endings (8: stop)    endings (7: length)
 
-    rejected:      Add ---> Update(rejections=(7)), and nothing else about 7
+    rejected:      Add ---> Update(rejections=(7)), and nothing else about 7; the same for Fork
     client left:   Abort((7, 8)); Updates that were on their way are dropped by number
     slow socket:   the Outbox joins the events of several steps into one Update
     idle engine:   an empty Update is a heartbeat
@@ -35,17 +35,21 @@ import numpy as np
 
 from paceline.config.engine import ModelConfig
 from paceline.core.dial import DialSetting
-from paceline.core.events import Finished, Forecast, LogprobEvent
-from paceline.core.request import Change, ChangeOutcome
+from paceline.core.events import Finished, Forecast, Held, LogprobEvent
+from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
+from paceline.core.tree import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
     InvalidRequest,
+    InvalidTransition,
     NeverFits,
     PacelineError,
     QueueFull,
+    TreeFull,
+    UnknownRequest,
 )
 from paceline.process.client import EngineInfo, EngineStats, Explanation, PolicyChange, Steering
 
@@ -131,6 +135,42 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     timeout_s: float | None
     only_forecast: bool = False  # it is not to be served, only the forecast is wanted
     service_class: ServiceClass = DEFAULT_CLASS
+    tree: TreeLimits | None = None
+
+
+class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
+    """Branches `first` to `first + count - 1` of a live one, behind its first `at` output tokens and `append`."""
+
+    first: RequestNumber
+    parent: RequestNumber
+    count: Count
+    at: Count
+    append: bytes  # TOKEN
+    score: float
+    changes: Given  # of sampling parameters
+
+
+class Extend(msgspec.Struct, tag="extend", array_like=True, frozen=True):
+    """Tokens to put behind the output of a branch. `question` comes back with the answer."""
+
+    question: Count
+    branch: RequestNumber
+    tokens: bytes  # TOKEN
+    max_tokens: Count | None = None
+
+
+class Prune(msgspec.Struct, tag="prune", array_like=True, frozen=True):
+    """Branches to end; their readers hear of it. `question` comes back with the answer."""
+
+    question: Count
+    branches: tuple[RequestNumber, ...]
+
+
+class ShowTree(msgspec.Struct, tag="show_tree", array_like=True, frozen=True):
+    """Asks for the live branches of a branch's tree. `question` comes back with the answer."""
+
+    question: Count
+    branch: RequestNumber
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -187,7 +227,8 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-ToEngine = Configure | Add | Abort | FinishAt | Explain | Steer | Watch | ChangeBranches | Drain | Ping | Stop
+Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree
+ToEngine = Configure | Add | Fork | Abort | FinishAt | Asking | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -225,7 +266,8 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
 class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
     """Everything that became known since the last one; an empty one is a heartbeat.
 
-    Read in this order: logprobs, tokens, endings. A token never comes before its logprobs.
+    Read in this order: logprobs, held, tokens, endings. A token never comes before its logprobs, and a branch is held
+    behind what came before this update.
     """
 
     time_s: float  # of the newest token, on the engine's clock
@@ -236,6 +278,8 @@ class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
     rejections: list[Rejected] = []
     stats: EngineStats | None = None
     forecasts: list[tuple[RequestNumber, Forecast | None]] = []
+    held: list[Held] = []
+    is_injected: bool = False  # its tokens were put in from outside
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
@@ -256,6 +300,20 @@ class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
 
     question: int
     outcomes: list[ChangeOutcome]
+
+
+class Extended(msgspec.Struct, tag="extended", array_like=True, frozen=True):
+    """Whether tokens were put into a branch, and why not."""
+
+    question: int
+    rejected: Rejected | None
+
+
+class TreeShown(msgspec.Struct, tag="tree_shown", array_like=True, frozen=True):
+    """The live branches of a tree; none when the branch that was named has ended."""
+
+    question: int
+    branches: list[BranchState]
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -279,8 +337,10 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
     body: bytes
 
 
-Answer = Explained | Steered | Watched | Changed  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailure | Update | Explained | Steered | Watched | Changed | Failed | Log
+Answer = (
+    Explained | Steered | Watched | Changed | Extended | TreeShown
+)  # to a question, whose number it bears
+FromEngine = Loading | Ready | LoadFailure | Update | Answer | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -299,7 +359,10 @@ KINDS: dict[str, type[PacelineError]] = {
     "never_fits": NeverFits,
     "deadline_impossible": DeadlineImpossible,
     "deadline_infeasible": DeadlineInfeasible,
+    "tree_full": TreeFull,
     "queue_full": QueueFull,
+    "unknown": UnknownRequest,
+    "transition": InvalidTransition,
 }
 
 
@@ -321,5 +384,6 @@ def error_of(rejected: Rejected) -> PacelineError:
         return QueueFull(rejected.message, retry_after_s=retry_after_s)
     if kind is DeadlineInfeasible:
         return DeadlineInfeasible(rejected.message, param=rejected.param, retry_after_s=retry_after_s or 0.0)
-    assert issubclass(kind, InvalidRequest)
+    if not issubclass(kind, InvalidRequest):
+        return kind(rejected.message)
     return kind(rejected.message, param=rejected.param)

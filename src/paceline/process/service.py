@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
-from paceline.core.request import FinishReason, RequestId
+from paceline.core.request import ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.engine.engine import apply_change, resume_all
@@ -123,6 +123,7 @@ def steering_of(scheduler: Scheduler) -> Steering:
 FLUSH_S = 1.0  # how long the last frames may take to leave
 OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
+MOST_TREE_BRANCHES = 256
 MOST_DECISIONS = 256  # newest decisions in one answer: it has to fit into a frame
 NUMERICAL_ERROR = "numerical_error"
 # In a row, and for all their rows: then damaged weights are loaded again.
@@ -280,6 +281,8 @@ class EngineService:
             return
         if isinstance(message, frames.Add):
             self._add(message)
+        elif isinstance(message, frames.Fork):
+            self._fork(message)
         elif isinstance(message, frames.Abort):
             for branch in message.branches:
                 self._engine.abort(RequestId(branch))
@@ -298,6 +301,17 @@ class EngineService:
             self._answers.append(frames.Watched(message.question, self._live_view.snapshot()))
         elif isinstance(message, frames.ChangeBranches):
             self._change(message)
+        elif isinstance(message, frames.Extend):
+            self._extend(message)
+        elif isinstance(message, frames.Prune):
+            ended = [self._engine.prune(RequestId(branch)) for branch in message.branches]
+            outcomes = [ChangeOutcome.CHANGED if each else ChangeOutcome.ENDED for each in ended]
+            self._answers.append(frames.Changed(message.question, outcomes))
+        elif isinstance(message, frames.ShowTree):
+            branch = RequestId(message.branch)
+            is_live = branch in self._engine.scheduler.state.requests
+            found = self._engine.branches_of(branch) if is_live else []
+            self._answers.append(frames.TreeShown(message.question, found[:MOST_TREE_BRANCHES]))
         elif isinstance(message, frames.Drain):
             self._draining = True
             resume_all(self._engine.scheduler)
@@ -334,6 +348,7 @@ class EngineService:
                 arrival_s=submitted_s,
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
                 first_id=RequestId(add.first),
+                tree=add.tree,
             )
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
@@ -343,7 +358,37 @@ class EngineService:
             if add.only_forecast:
                 self._send_forecast(add.first, None)
             else:
-                self._fail(add)
+                num_prompt = len(add.tokens) // frames.TOKEN.itemsize
+                self._fail(add.first, max(1, add.sampling.n), num_prompt)
+
+    def _fork(self, fork: frames.Fork) -> None:
+        try:
+            self._engine.fork(
+                RequestId(fork.parent),
+                fork.count,
+                at=fork.at,
+                append=self._tokens(fork.append, "append").tolist(),
+                score=fork.score,
+                changes=fork.changes,
+                first_id=RequestId(fork.first),
+            )
+        except PacelineError as error:
+            self._outbox.rejections.append(rejected_with(error, fork.first))
+        except Exception:
+            _logger.exception("branches of request %d could not be made", fork.parent)
+            self._fail(fork.first, fork.count, 0)
+
+    def _extend(self, extend: frames.Extend) -> None:
+        rejected = None
+        try:
+            tokens = self._tokens(extend.tokens, "tokens").tolist()
+            self._engine.extend(RequestId(extend.branch), tokens, max_tokens=extend.max_tokens)
+        except PacelineError as error:
+            rejected = rejected_with(error, extend.branch)
+        except Exception:
+            _logger.exception("request %d could not be extended", extend.branch)
+            self._engine.scheduler.fail(RequestId(extend.branch), "internal_error")
+        self._answers.append(frames.Extended(extend.question, rejected))
 
     def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
         # Counted from when the HTTP process sent the request: the client counts from there too.
@@ -356,26 +401,24 @@ class EngineService:
         outcomes = [apply_change(self._engine, RequestId(branch), change) for branch in message.branches]
         self._answers.append(frames.Changed(message.question, outcomes))
 
-    def _tokens(self, column: bytes) -> NDArray[np.int32]:
+    def _tokens(self, column: bytes, name: str = "prompt") -> NDArray[np.int32]:
         if len(column) % frames.TOKEN.itemsize:
-            raise InvalidRequest("the prompt is no list of token ids", param="prompt")
+            raise InvalidRequest(f"{name} is no list of token ids", param=name)
         tokens = np.frombuffer(column, frames.TOKEN).astype(np.int32)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise InvalidRequest(
-                f"a token id of the prompt is not in [0, {self._vocab_size})", param="prompt"
-            )
+            raise InvalidRequest(f"a token id of {name} is not in [0, {self._vocab_size})", param=name)
         return tokens
 
-    def _fail(self, add: frames.Add) -> None:
+    def _fail(self, first: int, count: int, num_prompt: int) -> None:
         """Something of ours broke while a request was added: it ends alone."""
-        for branch in map(RequestId, range(add.first, add.first + max(1, add.sampling.n))):
+        for branch in map(RequestId, range(first, first + count)):
             if not self._engine.abort(branch):
                 ending = Finished(
                     request=branch,
                     reason=FinishReason.ERROR,
                     detail="internal_error",
                     time_s=time.monotonic(),
-                    num_prompt=len(add.tokens) // frames.TOKEN.itemsize,
+                    num_prompt=num_prompt,
                     num_output=0,
                     num_cached=0,
                     preemptions=0,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.core.events import Finished, Forecast
+from paceline.core.events import Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
 from paceline.errors import PacelineError
 from paceline.process.client import BranchUpdate, OnUpdates
@@ -28,6 +28,9 @@ class Branch:
     time_s: float = 0.0
     ending: Finished | None = None
     is_touched: bool = False
+    sealed: list[BranchUpdate] = field(
+        default_factory=list
+    )  # complete, up to an event that has a place among tokens
 
     def touch(self) -> None:
         """There is an update. Called for the first of them only."""
@@ -37,7 +40,22 @@ class Branch:
             stream.undelivered.append(stream)
         stream.touched.append(self)
 
-    def take(self) -> BranchUpdate:
+    def take(self) -> list[BranchUpdate]:
+        self.is_touched = False
+        sealed, self.sealed = self.sealed, []
+        return [*sealed, self._newest()] if not sealed or self._has_news else sealed
+
+    def seal(self, *, held: Held | None = None, is_injected: bool = False) -> None:
+        """What has come so far is an update of its own."""
+        update = self._newest()
+        update.held, update.is_injected = held, is_injected
+        self.sealed.append(update)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self.tokens or self.logprobs) or self.ending is not None
+
+    def _newest(self) -> BranchUpdate:
         update = BranchUpdate(
             branch=self.index,
             tokens=self.tokens,
@@ -48,7 +66,6 @@ class Branch:
         self.tokens = []
         if self.logprobs:
             self.logprobs = []
-        self.is_touched = False
         return update
 
 
@@ -120,7 +137,7 @@ class Stream:
 
     def _take_touched(self) -> list[BranchUpdate]:
         touched, self.touched = self.touched, []
-        return [branch.take() for branch in touched]
+        return [update for branch in touched for update in branch.take()]
 
     def fail(self, error: PacelineError) -> None:
         """Nothing more will come; what has come may still be taken first."""

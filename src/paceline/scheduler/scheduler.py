@@ -270,6 +270,8 @@ class Scheduler:
             state.learn_keys(request)
         state.accounting.admitted(state.tenant_index(request.tenant), count)
         state.decide(DecisionKind.EXTEND, request, Rule.INJECTED, count)
+        if not count:  # it only goes on
+            return
         state.events.tokens.append(
             TokenEvents(
                 seq=state.kv.submitted,

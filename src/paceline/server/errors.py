@@ -18,9 +18,11 @@ from paceline.errors import (
     DeadlineInfeasible,
     EngineFailed,
     InvalidRequest,
+    InvalidTransition,
     NeverFits,
     PacelineError,
     QueueFull,
+    UnknownRequest,
 )
 from paceline.process.client import EngineUnavailable
 from paceline.server.access.caller import CONCURRENCY, PRIORITY
@@ -242,6 +244,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "rate_limit_exceeded": (429, LIMITED, "Too many requests; try again later.", 1),
     "queue_full": (429, LIMITED, "The queue is full; try again later.", 1),
     "too_many_batches": (429, LIMITED, "This key has too many batches that are not over.", 60),
+    "tree_limit_exceeded": (429, LIMITED, "The tree has as many branches or tokens as it may."),
     "concurrency_exceeded": (429, LIMITED, "This key has too many requests under way.", 1),
     "price_above_maximum": (429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.
@@ -262,7 +265,7 @@ CATALOGUE = {code: CatalogueEntry(*entry) for code, entry in _ENTRIES.items()}
 # Whose words are ours and meant for the client.
 _SPEAKING = (
     *(InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, DeadlineInfeasible),
-    *(GenerationFailed, UnsupportedRoute),
+    *(GenerationFailed, UnsupportedRoute, InvalidTransition),
     LedgerUnavailable,
 )
 _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -354,6 +357,10 @@ def _code_of(error: BaseException) -> str:
         return "queue_full"
     if isinstance(error, NeverFits):
         return "context_length_exceeded"
+    if isinstance(error, UnknownRequest):
+        return "request_not_found"
+    if isinstance(error, InvalidTransition):
+        return "request_busy"
     return "invalid_value" if isinstance(error, InvalidRequest) else INTERNAL
 
 

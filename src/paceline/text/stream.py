@@ -161,6 +161,7 @@ class StopResult(NamedTuple):
 
     emit: str
     stop: str | None = None
+    withheld: str = ""  # the stop string, unless it is shown, and what stood behind it
 
 
 class StopMatcher:
@@ -184,7 +185,7 @@ class StopMatcher:
                 self._stopped = True
                 shown, self._held = self._held + text[: index + 1], ""
                 end = len(shown) if self._include_stop else len(shown) - len(state.stop)
-                return StopResult(shown[:end], state.stop)
+                return StopResult(shown[:end], state.stop, shown[end:] + text[index + 1 :])
         self._state = state
         known = self._held + text
         certain = len(known) - state.partial
@@ -196,6 +197,11 @@ class StopMatcher:
         text, self._held = self._held, ""
         self._state = self._root
         return "" if self._stopped else text
+
+    def restart(self) -> str:
+        """Look for stop strings that begin from here on; returns what was held back."""
+        self._stopped = False
+        return self.flush()
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +266,8 @@ class TextStream:
         self.num_output = 0  # tokens taken in, none past the end of a stop string
         self.stopped_at: int | None = None  # tokens up to and with the one that completed a stop string
         self.stop_reason: str | None = None  # that stop string
+        self._withheld = ""  # text that its end has hidden
+        self._hidden_ids: Sequence[int] = ()  # the same for a token
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
         """The text these tokens made certain. Tokens behind a stop string are ignored.
@@ -270,6 +278,8 @@ class TextStream:
         if self.stopped_at is not None:
             return ""
         hidden = ends_with_stop_token and not self._shows_stop_token
+        if hidden:
+            self._hidden_ids = token_ids[-1:]
         if self._matcher is None:
             self.num_output += len(token_ids)
             return self._detokenizer.push(token_ids[:-1] if hidden else token_ids)
@@ -282,6 +292,25 @@ class TextStream:
             if self.stopped_at is not None:
                 break
         return "".join(found)
+
+    def inject(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that were put in from outside: no stop string is looked for in it.
+
+        Where the output had ended, it goes on: what its end has hidden is part of the text now.
+        """
+        hidden, self._hidden_ids = self._hidden_ids, ()
+        text, self._withheld = self._withheld, ""
+        if self._matcher is not None and (token_ids or hidden or self.stopped_at is not None):
+            text = self._matcher.restart() + text
+        self.stopped_at = self.stop_reason = None
+        self.num_output += len(token_ids)
+        return text + self._detokenizer.push([*hidden, *token_ids])
+
+    def repeat(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that another output had, and that did not end it: none of them ends this one."""
+        self.num_output += len(token_ids)
+        text = self._detokenizer.push(token_ids)
+        return text if self._matcher is None else self._matcher.push(text, may_stop=False).emit
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""
@@ -297,4 +326,5 @@ class TextStream:
         result = matcher.push(text, may_stop=self.num_output > self._min_tokens)
         if result.stop is not None:
             self.stopped_at, self.stop_reason = self.num_output, result.stop
+            self._withheld = result.withheld
         return result.emit

@@ -166,8 +166,6 @@ def lengths() -> list[Entry]:
 def fields() -> list[Entry]:
     unsupported: list[tuple[str, str, Any]] = [
         (COMPLETIONS, "suffix", "x"),
-        (COMPLETIONS, "best_of", 2),
-        (COMPLETIONS, "use_beam_search", True),
         (COMPLETIONS, "truncate_prompt_tokens", 5),
         (CHAT, "echo", True),
         (CHAT, "modalities", ["text", "audio"]),

@@ -122,9 +122,10 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_it_is_owed() -> Non
         outbox.put(world.step(0, 0, 0))
         outbox.stats = EngineStats()
     num_tokens = sum(map(len, world.tokens.values()))
-    held = sys.getsizeof(outbox._branches) + sys.getsizeof(outbox._tokens)
+    (stretch,) = outbox._stretches
+    held = sys.getsizeof(stretch.branches) + sys.getsizeof(stretch.tokens)
     assert held < 2 * num_tokens * (frames.ID.itemsize + frames.TOKEN.itemsize)
-    assert not outbox.endings and not outbox.logprobs and not outbox.rejections
+    assert not outbox.endings and not stretch.logprobs and not outbox.rejections
 
 
 def test_many_endings_and_refusals_are_split_over_frames() -> None:

@@ -16,6 +16,7 @@ from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.tree import TreeLimits
 from paceline.errors import NeverFits
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
@@ -154,6 +155,7 @@ class FakeClient(IdleClient):
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
+        tree: TreeLimits | None = None,
     ) -> FakeStream:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
         self.submitted.append({**given, "timeout_s": timeout_s})

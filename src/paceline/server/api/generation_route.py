@@ -18,6 +18,7 @@ from paceline.server.api.fields import FieldTable, ignored_header
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation
+from paceline.server.generate.searching import Found
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
 
@@ -158,6 +159,10 @@ class GenerationRoute:
     ) -> dict[str, Any]:
         raise NotImplementedError
 
+    def found(self, call: Call, body: ParsedBody, found: Found) -> dict[str, Any]:
+        """The answer that a search has found."""
+        raise NotImplementedError
+
     async def start(self, call: Call, body: ParsedBody) -> Generation:
         return await self.service.start(call, body)
 
@@ -165,6 +170,12 @@ class GenerationRoute:
         service = self.service
         service.check_ready(call)
         body = self.parse(call.body)
+        if body.search is not None:
+            found = await service.search(call, body)
+            shown = self.found(call, body, found)
+            return Answer(
+                body=msgspec.json.encode(shown), headers=ignored_header((*body.ignored, *found.ignored))
+            )
         generation = await self.start(call, body)
         own = ignored_header((*body.ignored, *generation.ignored))
         if body.is_stream:

@@ -61,6 +61,14 @@ PREDICTION = shaped(
         "required": ["type", "content"],
     },
 )
+TREE = map_of(
+    whole(1, LARGEST), 3, message="takes max_rows, max_tokens and max_branches, whole numbers from 1 on"
+)
+SEARCH = shaped(
+    (dict,),
+    "an object with type and options",
+    {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+)
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -155,21 +163,40 @@ def _common(limits: RequestLimits, *, serves: bool) -> list[Field]:
     return [
         model_field(),
         *sampling_fields(limits),
-        Field("best_of", whole(1, limits.branches), "must equal n"),
         Field("prompt_logprobs", whole(0, limits.top_logprobs), "the same for the prompt"),
         Field("return_token_ids", FLAG, "give the token ids beside the text"),
         *(serving_fields(limits) if serves else _not_serving()),
+        *(search_fields(limits) if serves else _not_searching(limits)),
         *client_fields(limits),
         *no_tool_fields(),
         only("functions", []),
         only("function_call", "none", "auto"),
         *structures.openai_fields(),
         only("modalities", ["text"]),
-        only("use_beam_search", False),
-        only("length_penalty", 1, 1.0),
         only("reasoning_effort", "none"),
         *unsupported("audio", "web_search_options", "truncate_prompt_tokens"),
         *unsupported("logits_processors", "kv_transfer_params"),
+    ]
+
+
+def search_fields(limits: RequestLimits) -> list[Field]:
+    """Answers that are searched for by several branches; see docs/guides/trees.md."""
+    return [
+        Field(
+            "search", SEARCH, "type (best_of, self_consistency, beam, tree_of_thought, probe) and its options"
+        ),
+        Field("best_of", whole(1, limits.branches), "answers to make, of which the n likeliest are given"),
+        Field("use_beam_search", FLAG, "search the likeliest answer with best_of (or n) beams"),
+        Field("length_penalty", number(-10, 10), "of beams: above 0, longer answers rank higher (default 1)"),
+    ]
+
+
+def _not_searching(limits: RequestLimits) -> list[Field]:
+    return [
+        Field("best_of", whole(1, limits.branches), "must equal n"),
+        only("use_beam_search", False),
+        only("length_penalty", 1, 1.0),
+        *unsupported("search"),
     ]
 
 
@@ -205,6 +232,11 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             "cache_salt",
             text(1, limits.cache_salt_chars),
             "cached prompts are shared only with requests that bring the same",
+        ),
+        Field(
+            "tree",
+            TREE,
+            "what the request and its forks may have together: max_rows, max_tokens, max_branches",
         ),
         *objective_fields(),
     ]
@@ -256,5 +288,6 @@ def _not_serving() -> list[Field]:
         only("stream", False),
         without_effect("stream_options"),
         without_effect("service_tier", text(0, OWN_LIMITS.name_chars)),
-        *unsupported("priority", "cache_salt", "max_price", *(field.name for field in objective_fields())),
+        *unsupported("priority", "cache_salt", "max_price", "tree"),
+        *unsupported(*(field.name for field in objective_fields())),
     ]

@@ -12,7 +12,9 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.sampling import PARAMETERS, SamplingParams
+from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest
+from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.api.fields import FieldTable, Given
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
@@ -66,6 +68,8 @@ class ParsedBody:
     max_price: Decimal | None = None  # of a million output tokens
     cache_salt: str = ""
     structure_field: str = ""  # the field that asks for a form of the answer
+    tree: TreeLimits | None = None  # of each prompt and what is forked from it
+    search: Search | None = None  # how answers are looked for; `sampling.n` of them are given
     ignored: tuple[str, ...] = ()  # unknown fields
 
     @property
@@ -98,11 +102,14 @@ class BodyParser:
         self._url = url
         self._limits = limits
         self._strict = strict
+        self._serves = serves
 
     def parse(self, body: Mapping[str, Any], facts: ModelFacts) -> ParsedBody:
         """Raises InvalidRequest whose `param` names the field."""
         read = self.table.read(without_idle_tools(body), strict=self._strict)
         given, common = read.fields, common_values(read, facts)
+        if not self._serves and given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+            raise UnsupportedParameter("best_of must equal n; leave it out", param="best_of")
         shows_prompt_logprobs = "prompt_logprobs" in given
         if shows_prompt_logprobs and common["is_stream"]:
             raise UnsupportedParameter(
@@ -110,6 +117,9 @@ class BodyParser:
             )
         common["shows_token_ids"] = given.get("return_token_ids", False)
         common["shows_prompt_logprobs"] = shows_prompt_logprobs
+        common["search"] = read_search(given) if self._serves else None
+        if common["search"] is not None and common["is_stream"]:
+            raise InvalidRequest("a search is not streamed: its answer is known at the end", param="stream")
         if self._url == COMPLETIONS:
             return self._completion(given, facts, common)
         return self._chat(given, facts, common)
@@ -119,6 +129,8 @@ class BodyParser:
         if only_echoes and not echoes:
             raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
         prompts = read_prompts(given["prompt"], self._limits.prompts)
+        if common["search"] is not None and (len(prompts) > 1 or echoes):
+            raise InvalidRequest("a search answers one prompt, without echo", param="search")
         sampling = _sampling(self._url, {**given, "max_tokens": 1} if only_echoes else given, facts)
         if echoes and sampling.logprobs is not None:
             most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
@@ -187,6 +199,7 @@ def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
         "max_price": None if price is None else decimal_of(price),
         "cache_salt": _checked_salt(given.get("cache_salt", "")),
         "structure_field": structure_field(given),
+        "tree": _tree_limits(given.get("tree")),
         "ignored": read.ignored,
     }
 
@@ -209,8 +222,6 @@ def _sampling(url: str, given: Mapping[str, Any], facts: ModelFacts) -> Sampling
     if most is not None and changes.setdefault("max_tokens", most) != most:
         message = "max_tokens and max_completion_tokens differ; give one of them"
         raise InvalidRequest(message, param="max_completion_tokens")
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise UnsupportedParameter("best_of must equal n; leave it out", param="best_of")
     if url == CHAT:  # without a length: the rest of the context
         changes["logprobs"] = _chat_logprobs(given)
         return chat_sampling(facts.generation, facts.max_model_len, **changes)
@@ -229,6 +240,41 @@ def _streaming(given: Mapping[str, Any]) -> dict[str, bool]:
             raise InvalidRequest(message, param="stream_options")
     usage, every = (bool(options.get(name)) for name in STREAM_OPTIONS)
     return {"is_stream": True, "includes_usage": usage, "runs_usage": every}
+
+
+def read_search(given: Mapping[str, Any]) -> Search | None:
+    """`search`, or what older APIs call `best_of` and `use_beam_search`."""
+    count, width, asked = given.get("n", 1), given.get("best_of"), given.get("search")
+    is_beam = given.get("use_beam_search", False)
+    if asked is not None:
+        if is_beam or width is not None:
+            raise InvalidRequest("give search, or best_of and use_beam_search, not both", param="search")
+        options = {name: value for name, value in asked.items() if name != "type"}
+        if "pattern" in options:  # matching may take for ever
+            raise InvalidRequest(
+                "search: a pattern is for programs that run the model; over HTTP use pointer or after",
+                param="search",
+            )
+        return make_search(str(asked.get("type", "")), options)
+    if width is not None and width < count:
+        raise InvalidRequest(f"best_of ({width}) must be at least n ({count})", param="best_of")
+    if is_beam:
+        penalty = given.get("length_penalty", 1.0)
+        return make_search("beam", {"width": width or count, "length_penalty": penalty})
+    if given.get("length_penalty", 1) != 1:
+        raise InvalidRequest("length_penalty is for use_beam_search", param="length_penalty")
+    if width is None or width == count:
+        return None
+    return make_search("best_of", {"n": width, "checkpoints": ()})
+
+
+def _tree_limits(given: Mapping[str, int] | None) -> TreeLimits | None:
+    """Raises InvalidRequest for a limit that does not exist."""
+    for name in given or ():
+        if name not in TreeLimits.__dataclass_fields__:
+            known = ", ".join(TreeLimits.__dataclass_fields__)
+            raise InvalidRequest(f"tree takes {known}, not {name!r:.64}", param="tree")
+    return None if given is None else TreeLimits(**given)
 
 
 def _checked_salt(value: str) -> str:

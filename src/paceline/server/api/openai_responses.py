@@ -170,6 +170,8 @@ def chat_logprob_entries(
 
     content = []
     for token, found in zip(tokens, known, strict=True):
+        if not found:  # it was put in from outside
+            continue
         top = [entry(other, value) for other, value in _top(found, num_top)]
         content.append({**entry(token, found[token]), "top_logprobs": top})
     return content
@@ -193,8 +195,10 @@ class LogprobLists:
         offsets: list[int] = []
         for token, found in zip(tokens, known, strict=False):
             texts.append(self._tokenizer.token_text(token))
-            values.append(None if found is None else finite(found[token].logprob))
-            tops.append(None if found is None else self._tops(found))
+            values.append(
+                finite(found[token].logprob) if found else None
+            )  # of what was put in, nothing is known
+            tops.append(self._tops(found) if found else None)
             offsets.append(self._at)
             self._at += len(texts[-1])
         return {

@@ -26,7 +26,8 @@ from paceline.server.api.openai_responses import (
 from paceline.server.api.route import Route, described
 from paceline.server.call import Call
 from paceline.server.errors import openai_error_frame
-from paceline.server.generate.generation import Delta, Generation, Usage
+from paceline.server.generate.generation import Delta, ForkStart, Generation, Usage
+from paceline.server.generate.searching import Found
 from paceline.server.generate.service import Service
 from paceline.text.tokenizer import Tokenizer
 
@@ -52,8 +53,9 @@ class ChunkWriter:
         self._generation = generation
         self._body = body
         self._tokenizer = tokenizer
+        fork = generation.fork
         head = {
-            "id": f"{self.prefix}-{id}",
+            "id": f"{self.prefix}-{id if fork is None else fork.request_id}",
             "object": self.kind,
             "created": int(time.time()),
             "model": body.model,
@@ -64,9 +66,9 @@ class ChunkWriter:
         num_top = body.sampling.logprobs
         self._num_top = num_top
         self._is_plain = num_top is None and not body.shows_token_ids and not self._runs_usage
-        self._before: list[bytes] = []  # by the index of the choice
-        for index in range(body.num_branches):
-            self._before.append(b'%b{"index":%d,%b' % (self._head, index, self.before_text))
+        self._before = {
+            index: b'%b{"index":%d,%b' % (self._head, index, self.before_text) for index in generation.indexes
+        }
         self._after = b'%b,"logprobs":null,"finish_reason":null}%b' % (self.after_text, self._tail)
         self._has_begun = False
         self._echoes = body.echoes_prompt
@@ -75,17 +77,24 @@ class ChunkWriter:
         frames: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True
+            if self._generation.fork is not None:
+                shown = _encode(fork_body(self._generation.fork, self._generation.begin_text))
+                frames.append(b'%b],"fork":%b%b' % (self._head, shown, self._end_of_chunk()[1:]))
             self._begin(frames)
         for delta in deltas:
             if self._echoes:
                 self._echo_before(delta, frames)
-            if delta.events is not None:
+            if delta.is_injected and delta.events is None:
+                frames.append(self._injected_chunk(delta))
+            elif delta.events is not None:
                 self._write_parts(delta, frames)
             elif self._is_plain:
                 if delta.text:
                     frames += (self._before[delta.index], _encode(delta.text), self._after)
             elif delta.text or delta.tokens:
                 frames.append(self._full_chunk(delta))
+            if delta.held is not None:
+                frames.append(self._held_chunk(delta))
             if delta.has_ended:
                 frames.append(self._last_chunk(delta))
         return b"".join(frames)
@@ -130,6 +139,25 @@ class ChunkWriter:
             self._end_of_chunk(),
         )
 
+    def _injected_chunk(self, delta: Delta) -> bytes:
+        """Text that was put in from outside."""
+        ids = b',"token_ids":%b' % _encode(delta.tokens) if self._body.shows_token_ids else b""
+        return b'%b%b%b,"logprobs":null,"finish_reason":null,"injected":true%b}%b' % (
+            *(self._before[delta.index], _encode(delta.text), self.after_text),
+            *(ids, self._end_of_chunk()),
+        )
+
+    def _held_chunk(self, delta: Delta) -> bytes:
+        """The branch has come to its end and is kept there."""
+        reasons = b'"finish_reason":null,"held":%b,"stop_reason":%b' % (
+            _encode(delta.held),
+            _encode(delta.output.stop_reason),
+        )
+        return b'%b{"index":%d,%b,"logprobs":null,%b}%b' % (
+            *(self._head, delta.index, self.nothing, reasons),
+            self._end_of_chunk(),
+        )
+
     def _end_of_chunk(self) -> bytes:
         if not self._runs_usage:
             return self._tail
@@ -153,13 +181,13 @@ class ChatChunks(ChunkWriter):
 
     def __init__(self, generation: Generation, body: ParsedBody, tokenizer: Tokenizer, id: str) -> None:
         super().__init__(generation, body, tokenizer, id)
-        self._deltas = [ChatDeltas(body.tools) for _ in range(body.num_branches)]
+        self._deltas = {index: ChatDeltas(body.tools) for index in generation.indexes}
 
     def _begin(self, frames: list[bytes]) -> None:
         ids = b""
         if self._body.shows_token_ids:
             ids = b',"prompt_token_ids":%b' % _encode(self._generation.prompts[0].token_ids)
-        for index in range(self._body.num_branches):
+        for index in self._generation.indexes:
             role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             frames.append(b'%b{"index":%d,%b}' % (self._head, index, role))
             end = self._end_of_chunk()
@@ -247,6 +275,17 @@ class CompletionChunks(ChunkWriter):
         return self._lists[index]
 
 
+def fork_body(fork: ForkStart, text: str) -> dict[str, Any]:
+    """What a client has to know of the branches of a fork: their names, and the text they begin with."""
+    indexes = range(fork.first_index, fork.first_index + fork.count)
+    return {
+        "parent": f"{fork.request_id}/{fork.parent_index}",
+        "at": fork.at,
+        "branches": [f"{fork.request_id}/{index}" for index in indexes],
+        "text": text,
+    }
+
+
 class OpenAIRoute(GenerationRoute):
     """One of the two routes, over one service."""
 
@@ -267,10 +306,31 @@ class OpenAIRoute(GenerationRoute):
     ) -> dict[str, Any]:
         for number, output in enumerate(outputs):
             output.prompt_logprobs = generation.prompt_logprobs(number)
-        tokenizer, receipt = self.service.tokenizer, generation.usage.receipt
+        tokenizer, usage, fork = self.service.tokenizer, generation.usage, generation.fork
+        id = call.id if fork is None else fork.request_id
         if self._is_chat:
-            return chat_body(body, outputs[0], tokenizer, id=call.id, receipt=receipt)
-        return completion_body(body, outputs, tokenizer, id=call.id, receipt=receipt)
+            found = chat_body(body, outputs[0], tokenizer, id=id, receipt=usage.receipt)
+        else:
+            found = completion_body(body, outputs, tokenizer, id=id, receipt=usage.receipt)
+        if fork is not None:
+            for choice, index in zip(found["choices"], generation.indexes, strict=True):
+                choice["index"] = index
+            found["fork"] = fork_body(fork, generation.begin_text)
+        if fork is not None or generation.record.cost.injected:
+            found["usage"] = usage_body(usage)
+        return found
+
+    def found(self, call: Call, body: ParsedBody, found: Found) -> dict[str, Any]:
+        shown, tokenizer = body, self.service.tokenizer
+        if body.sampling.logprobs is not None:  # those of searches are not those of the asked number
+            shown = replace(body, sampling=replace(body.sampling, logprobs=None))
+        if self._is_chat:
+            answer = chat_body(shown, found.output, tokenizer, id=call.id)
+        else:
+            answer = completion_body(shown, [found.output], tokenizer, id=call.id)
+        answer["usage"] = usage_body(found.usage)
+        answer["search"] = found.figures
+        return answer
 
 
 def openai_routes(service: Service) -> list[Route]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.errors import InvalidRequest
-from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, whole
+from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, number, whole
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS, PRIORITY_KIND
 from paceline.server.api.openai_requests import BodyParser
 from paceline.server.api.route import Route, described
@@ -13,9 +13,12 @@ from paceline.server.call import Answer, Call
 from paceline.server.generate.estimates import estimate_body
 from paceline.server.generate.requests import Explanations, change_request
 from paceline.server.generate.service import Service
+from paceline.server.generate.trees import chosen_branch
 
 PATH, ANY_PATH, ESTIMATE = "/v1/requests/{id}", "/v1/admin/requests/{id}/explain", "/v1/estimate"
+BRANCH_PATH = "/v1/requests/{id}/{branch}"
 LONGEST_MS = 10**9
+LARGEST_SCORE = 1e9
 TABLE = FieldTable(
     PATH,
     [
@@ -31,6 +34,11 @@ TABLE = FieldTable(
             "true: gives its place and memory back and waits; false: goes on at its old place in the order",
         ),
         Field("end_reasoning", FLAG, "true: its reasoning ends now, and its answer begins"),
+        Field(
+            "score",
+            number(-LARGEST_SCORE, LARGEST_SCORE),
+            "among the branches of its tree, the higher goes first and is preempted last",
+        ),
     ],
 )
 
@@ -40,13 +48,16 @@ def change_routes(service: Service) -> list[Route]:
         given = TABLE.read(call.body, strict=True).fields
         if not given:
             raise InvalidRequest(
-                "nothing is to be changed; give priority, deadline_ms, paused or end_reasoning"
+                "nothing is to be changed; give priority, deadline_ms, paused, end_reasoning or score"
             )
-        known = service.recent.find(call.path["id"], call.caller)
+        known = chosen_branch(service.recent.find(call.path["id"], call.caller), call.path.get("branch"))
         found = await change_request(service.client, known, call.caller, **given)
         return Answer(body=msgspec.json.encode(found))
 
-    return [described("PATCH", PATH, change, "Change a request under way", TABLE)]
+    return [
+        described("PATCH", PATH, change, "Change a request under way", TABLE),
+        described("PATCH", BRANCH_PATH, change, "Change one branch of a request under way", TABLE),
+    ]
 
 
 def explain_routes(service: Service) -> list[Route]:

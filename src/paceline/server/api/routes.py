@@ -14,6 +14,7 @@ from paceline.server.api.request_routes import change_routes, estimate_routes, e
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
 from paceline.server.api.traffic_routes import traffic_routes
+from paceline.server.api.tree_routes import tree_routes
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service
@@ -59,6 +60,7 @@ def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Rou
         *(disabled_routes() if batches is None else batches),
         *estimate_routes(service),
         *usage_routes(service),
+        *tree_routes(service),
         *change_routes(service),
         *missing_routes(),
     ]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.events import NOT_FINITE, Finished, Rule
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Cost, FinishReason
+from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError
-from paceline.llm.branch_text import DEADLINE, BranchText, logprob_entry
+from paceline.llm.branch_text import DEADLINE, PRUNED, BranchText, logprob_entry
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.process.client import BranchUpdate, EngineStream, EngineUnavailable
@@ -47,6 +48,8 @@ class Delta:
     events: list[AnswerEvent] | None = (
         None  # where an answer may be more than text: that, with the text in it
     )
+    held: str | None = None  # what would have ended it here: stop or length
+    is_injected: bool = False  # it was put in from outside
 
     @property
     def parts(self) -> Sequence[AnswerEvent]:
@@ -69,13 +72,39 @@ class Usage:
     receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkStart:
+    """Where the branches of a fork begin: behind the first `at` tokens of another branch and `append`."""
+
+    request_id: str  # of the request they are branches of
+    parent_index: int
+    parent: BranchText
+    at: int
+    append: Sequence[int]
+    sampling: SamplingParams
+    count: int
+    first_index: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.at + len(self.append)
+
+
 class _Part:
     """One prompt of the request under way."""
 
-    __slots__ = ("branches", "first_index", "num_open", "prepared", "prompt_logprobs", "stream", "task")
+    __slots__ = (
+        *("begin_text", "branches", "first_index", "num_open", "num_taken_over", "prepared"),
+        *("prompt_logprobs", "stream", "task"),
+    )
 
     def __init__(
-        self, stream: EngineStream, prepared: PreparedRequest, tokenizer: Tokenizer, first_index: int
+        self,
+        stream: EngineStream,
+        prepared: PreparedRequest,
+        tokenizer: Tokenizer,
+        first_index: int,
+        fork: ForkStart | None = None,
     ) -> None:
         sampling = prepared.sampling
         self.stream = stream
@@ -83,10 +112,19 @@ class _Part:
         self.first_index = first_index
         ids = prepared.token_ids
         form = prepared.form
-        self.branches = [BranchText(index, tokenizer, ids, sampling, form) for index in range(sampling.n)]
-        self.num_open = sampling.n
+        self.begin_text = ""  # that the branches of a fork have from the start
+        self.num_taken_over = 0  # output tokens that the engine counts as their prompt
+        if fork is None:
+            self.branches = [BranchText(index, tokenizer, ids, sampling, form) for index in range(sampling.n)]
+        else:
+            places = range(first_index, first_index + fork.count)
+            self.branches = [BranchText(index, tokenizer, ids, fork.sampling, form) for index in places]
+            for branch in self.branches:
+                self.begin_text = branch.begin_with(fork.parent, fork.at, fork.append)
+            self.num_taken_over = fork.num_tokens
+        self.num_open = len(self.branches)
         self.prompt_logprobs: list[RowLogprobs | None] | None = None
-        if sampling.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None and fork is None:
             self.prompt_logprobs = [None] * len(ids)
         self.task: asyncio.Task[list[BranchUpdate]] | None = None
 
@@ -104,8 +142,11 @@ class Generation:
         *,
         first_token_timeout_s: float | None = None,
         timeout_s: float | None = None,
+        fork: ForkStart | None = None,
     ) -> None:
         self.record = record
+        self.fork = fork
+        self.on_closed: Callable[[], None] | None = None
         self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
@@ -116,16 +157,32 @@ class Generation:
         self._failure: PacelineError | None = None
         self._parts: list[_Part] = []
         for prepared, stream in started:
-            first = sum(len(part.branches) for part in self._parts)
-            self._parts.append(_Part(stream, prepared, tokenizer, first))
+            first = sum(len(part.branches) for part in self._parts) if fork is None else fork.first_index
+            self._parts.append(_Part(stream, prepared, tokenizer, first, fork))
         self._num_open = sum(part.num_open for part in self._parts)
-        self._num_prompt = sum(len(part.prepared.token_ids) for part in self._parts)
+        self._num_prompt = sum(len(part.prepared.token_ids) + part.num_taken_over for part in self._parts)
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
 
     def headers(self, others: Mapping[str, str]) -> dict[str, str]:
         """Headers of the answer: with `others`, what the engine has said by now about when it will come."""
         return {**others, **forecast_headers(self._parts[0].stream.forecast)}
+
+    @property
+    def indexes(self) -> list[int]:
+        """Of all choices."""
+        return [part.first_index + place for part in self._parts for place in range(len(part.branches))]
+
+    @property
+    def begin_text(self) -> str:
+        """What the branches of a fork have from the start."""
+        return self._parts[0].begin_text
+
+    def branches(self) -> Iterator[tuple[int, PreparedRequest, BranchText, int]]:
+        """Of each branch the engine's number, its prompt, its text, and output tokens it has taken over."""
+        for part in self._parts:
+            for place, branch in enumerate(part.branches):
+                yield part.stream.first + place, part.prepared, branch, part.num_taken_over
 
     @property
     def is_open(self) -> bool:
@@ -222,7 +279,7 @@ class Generation:
 
     async def complete(self) -> list[RequestOutput]:
         """Wait for all of it: an output for each prompt, without what `prompt_logprobs` tells."""
-        texts: list[list[str]] = [[] for part in self._parts for _ in part.branches]
+        texts: dict[int, list[str]] = {index: [self.begin_text] for index in self.indexes}
         while self._num_open:
             for delta in await self.next():
                 if delta.text:
@@ -230,7 +287,8 @@ class Generation:
         outputs = []
         for part in self._parts:
             for branch in part.branches:
-                branch.output.text = "".join(texts[part.first_index + branch.output.index])
+                place = branch.output.index if self.fork is None else branch.output.index - part.first_index
+                branch.output.text = "".join(texts[part.first_index + place])
             outputs.append(
                 RequestOutput(
                     request_id=self.record.id,
@@ -285,6 +343,8 @@ class Generation:
         finally:
             self._permit.release(used_tokens=self._used_tokens)
             record.finished_s = time.monotonic()
+            if self.on_closed is not None:
+                self.on_closed()
             if self._num_open and not record.finish_reason:
                 record.finish_reason = _ABORT  # the client left
             record.charge.give_up(record)
@@ -327,20 +387,23 @@ class Generation:
     def _read(self, part: _Part, update: BranchUpdate) -> Delta:
         branch = part.branches[update.branch]
         output, ending = branch.output, update.ending
+        if update.is_injected or (update.tokens and output.held is not None):
+            return self._read_injected(part, branch, update)
         before = len(output.token_ids)
         if update.logprobs:
             self._read_logprobs(part, branch, update)
         text = ""
         events: list[AnswerEvent] | None = None if part.prepared.form is None else []
         if update.tokens and branch.cut_at is None:
+            last = ending or update.held
             is_stop = (
-                ending is not None
-                and ending.reason is FinishReason.STOP
-                and before + len(update.tokens) == ending.num_output
+                last is not None
+                and last.reason is FinishReason.STOP
+                and before - part.num_taken_over + len(update.tokens) == last.num_output
             )
             text = branch.push(update.tokens, ends_with_stop_token=is_stop)
             if branch.cut_at is not None and ending is None:
-                part.stream.finish_at(update.branch, branch.cut_at)
+                part.stream.finish_at(update.branch, branch.cut_at - part.num_taken_over)
             self._count(len(output.token_ids) - before, update.time_s)
             if events is not None:
                 events += branch.events
@@ -350,8 +413,27 @@ class Generation:
                 events += branch.events
         tokens = update.tokens if branch.cut_at is None else output.token_ids[before:]
         logprobs = None if output.logprobs is None else output.logprobs[before : before + len(tokens)]
+        if update.held is not None:
+            branch.hold(update.held.reason.value)
         index = part.first_index + update.branch
-        return Delta(index, text, tokens, logprobs, output, ending is not None, events)
+        held = None if update.held is None else output.held
+        return Delta(index, text, tokens, logprobs, output, ending is not None, events, held)
+
+    def _read_injected(self, part: _Part, branch: BranchText, update: BranchUpdate) -> Delta:
+        """Tokens that were put in, or the first behind a hold: what its end had hidden is text now."""
+        put_in = update.tokens if update.is_injected else []
+        begun = branch.inject(put_in)
+        self._num_prompt += len(put_in)
+        self.record.num_prompt += len(put_in)
+        events = None if part.prepared.form is None else list(branch.events)
+        index = part.first_index + update.branch
+        if update.is_injected:
+            return Delta(index, begun, put_in, None, branch.output, False, events, is_injected=True)
+        delta = self._read(part, update)
+        delta.text = begun + delta.text
+        if delta.events is not None and events is not None:
+            delta.events = events + delta.events
+        return delta
 
     def _read_logprobs(self, part: _Part, branch: BranchText, update: BranchUpdate) -> None:
         for found in update.logprobs:
@@ -379,13 +461,13 @@ class Generation:
             record.tool_calls[outcome] = record.tool_calls.get(outcome, 0) + number
         part.num_open -= 1
         self._num_open -= 1
-        if output.index == 0:  # the others take the prompt over from the first
+        if branch is part.branches[0]:  # the others take the prompt over from the first
             record.num_cached += ending.num_cached
         record.longest_output = max(record.longest_output, ending.num_output)
         record.preemptions += ending.preemptions
         record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
-        if output.finish_reason in (_ERROR, _ABORT):
+        if output.finish_reason in (_ERROR, _ABORT) and ending.detail != PRUNED:
             raise self._failure_of(ending)
         if not record.finish_reason:
             record.finish_reason = output.finish_reason or ""

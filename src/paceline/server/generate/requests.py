@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -96,6 +96,17 @@ class RecentRequests:
         self.num_noted += 1
         if len(self._known) > self._most:
             self._known.popitem(last=False)
+
+    def add_branches(self, request_id: str, numbers: Sequence[int]) -> int:
+        """Branches were forked from a request; returns the index of the first."""
+        known = self._known[request_id]
+        self._known[request_id] = replace(known, numbers=(*known.numbers, *numbers))
+        return len(known.numbers)
+
+    def branch_of(self, number: int) -> tuple[str, int] | None:
+        """The id of the request and the index of the branch that has this number."""
+        known = self._known.get(self.id_of(number))
+        return None if known is None else (known.id, known.numbers.index(number))
 
     def find(self, request_id: str, caller: Caller) -> Recent:
         """A request of this caller, or of any caller for an admin. Raises UnknownRequestId."""
@@ -271,6 +282,7 @@ async def change_request(
     deadline_ms: int | None = None,
     paused: bool | None = None,
     end_reasoning: bool | None = None,
+    score: float | None = None,
 ) -> dict[str, Any]:
     """Change a request of this caller; `deadline_ms` from now, 0 for none but the server's own.
 
@@ -286,7 +298,9 @@ async def change_request(
         until_s = min(wanted_s, known.until_s)
     if priority is not None:
         ServiceLevel(known.service_class, priority).check()
-    change = Change(priority=priority, until_s=until_s, paused=paused, end_reasoning=end_reasoning)
+    change = Change(
+        priority=priority, until_s=until_s, paused=paused, end_reasoning=end_reasoning, score=score
+    )
     outcomes = await client.change(known.numbers, change)
     if ChangeOutcome.BUSY in outcomes:
         raise RequestBusy("the request cannot be paused at this moment; try again", param="paused")
@@ -303,6 +317,7 @@ async def change_request(
         "deadline_ms": deadline_ms,
         "paused": paused,
         "end_reasoning": end_reasoning,
+        "score": score,
     }
     return {
         "id": known.id,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
@@ -35,11 +35,13 @@ from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnsupportedModality
-from paceline.server.generate.admission import Admission, Capacity
+from paceline.server.generate.admission import Admission, Capacity, Permit
 from paceline.server.generate.estimates import Estimate
-from paceline.server.generate.generation import Generation
+from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.request_record import Observer, RequestRecord, Times
-from paceline.server.generate.requests import Explanations, RecentRequests, service_level_of
+from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
+from paceline.server.generate.searching import Found, TreeOverClient
+from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
 from paceline.text.dialect import ChatRequest
 from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
@@ -171,6 +173,16 @@ class _Known:
     reader: PromptReader
 
 
+class _Admitted(NamedTuple):
+    """A request that may be handed to the engine."""
+
+    permit: Permit
+    prepared: list[PreparedRequest]
+    ignored: tuple[str, ...]
+    service_level: ServiceLevel
+    quote: Quote
+
+
 class Service:
     """One model behind one engine."""
 
@@ -192,6 +204,7 @@ class Service:
         self.admission = Admission(capacity, lambda: client.stats.next_place_s)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
+        self.live = LiveBranches()
         self.billing = billing or Billing()
         self._chat = ChatPrompts(
             model.tokenizer,
@@ -268,23 +281,13 @@ class Service:
             raise
 
     async def _start(self, call: Call, body: ParsedBody) -> Generation:
-        service_level = self._service_level(call, body)
-        known = self._loaded()
-        quote = self._quote(call, body, service_level.service_class)
-        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
-        permit = self.admission.reserve(call.caller, body.num_branches, size // CHARS_PER_TOKEN)
+        if body.sampling.on_stop == "hold" and not body.is_stream:
+            raise InvalidRequest(
+                "an answer can be held only while it is streamed: set stream to true", param="on_stop"
+            )
+        admitted = await self._admit(call, body, body.num_branches)
+        permit, prepared, ignored, service_level, quote = admitted
         try:
-            self._check_tokens(call, body, size, known)
-            permit.allowance = call.allowance
-            ignored = await self._check_structure(body)
-            also = len(body.sampling.prediction)
-            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
-            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
-            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
-            permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
-            if permit.allowance is not None:
-                longest = sum(prompt.sampling.n * prompt.sampling.max_tokens for prompt in prepared)
-                permit.allowance.charge_tokens(permit.tokens, longest)
             started = self._submit(call, body, prepared, service_level)
         except BaseException:
             permit.release()
@@ -303,6 +306,7 @@ class Service:
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
             generation.ignored = ignored
+            self.live.note(call.id, body, call.route, generation)
             return generation
         except BaseException:  # no caller has it and could close it
             record.charge.give_up(record)
@@ -310,6 +314,125 @@ class Service:
                 stream.close()
             permit.release()
             raise
+
+    async def _admit(self, call: Call, body: ParsedBody, places: int) -> _Admitted:
+        """A checked body with its places and its tokens. Who gets it releases the permit."""
+        service_level = self._service_level(call, body)
+        known = self._loaded()
+        quote = self._quote(call, body, service_level.service_class)
+        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        permit = self.admission.reserve(call.caller, places, size // CHARS_PER_TOKEN)
+        try:
+            self._check_tokens(call, body, size, known)
+            permit.allowance = call.allowance
+            ignored = await self._check_structure(body)
+            also = len(body.sampling.prediction)
+            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
+            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
+            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
+            permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
+            if permit.allowance is not None:
+                longest = sum(prompt.sampling.max_tokens for prompt in prepared) * places // len(prepared)
+                permit.allowance.charge_tokens(permit.tokens, longest)
+            return _Admitted(permit, prepared, ignored, service_level, quote)
+        except BaseException:
+            permit.release()
+            raise
+
+    async def search(self, call: Call, body: ParsedBody) -> Found:
+        """Look for an answer by branches of its prompt."""
+        assert body.search is not None
+        places = body.search.num_parallel
+        permit, (prepared, *_), ignored, level, quote = await self._admit(call, body, places)
+        record = _record(call, body, [prepared], level.service_class)
+        record.num_branches = places
+        record.shows_receipt = self.billing.wants_receipt(call)
+        try:
+            record.charge = self.billing.open(quote, record, body.model)
+            self.observer.started(record)
+            tree = TreeOverClient(
+                self.client,
+                self._loaded().reader,
+                self.tokenizer,
+                prepared,
+                body.search,
+                record,
+                self.observer,
+            )
+            async with tree.opened(self._tenant(call, body), level, self._timeout_s(call), body.tree):
+                self.recent.note(
+                    call.id, call.caller, tree.numbers, level.service_class, prompt=lambda: body.shown_prompt
+                )
+                return await tree.find(body.sampling.n, ignored, permit.leave_queue)
+        finally:
+            permit.release(used_tokens=record.num_prompt + record.num_output)
+            record.finished_s = time.monotonic()
+            record.finish_reason = record.finish_reason or "abort"
+            record.charge.give_up(record)
+            self.observer.finished(record)
+
+    async def fork(self, call: Call, known: Recent, live: LiveBranch, asked: ForkAsked) -> Generation:
+        """Branches of a branch under way, as a generation of their own. The caller closes what it gets."""
+        reader = self._loaded().reader
+        point = live.fork_point(asked.at)
+        append = await self.work(
+            lambda: reader.read_inserted(asked.append, "append"), inline=len(asked.append) <= INLINE_CHARS
+        )
+        sampling, changes = reader.read_changes(live.text.sampling, asked.changes)
+        quote = self.billing.quote(
+            self.client, call.caller, known.service_class, self.admission.places_taken, None
+        )
+        permit = self.admission.reserve(call.caller, asked.count, len(append))
+        try:
+            permit.allowance = call.allowance
+            if permit.allowance is not None:
+                most = changes.get("max_tokens", live.prepared.sampling.max_tokens)
+                permit.allowance.charge_tokens(len(append), asked.count * most)
+            stream = self.client.fork(
+                live.number,
+                asked.count,
+                at=point - live.num_taken_over,
+                append=append,
+                score=asked.score,
+                changes=changes,
+            )
+        except BaseException:
+            permit.release()
+            raise
+        numbers = range(stream.first, stream.first + asked.count)
+        start = ForkStart(
+            request_id=known.id,
+            parent_index=live.index,
+            parent=live.text,
+            at=point,
+            append=append,
+            sampling=sampling,
+            count=asked.count,
+            first_index=self.recent.add_branches(known.id, numbers),
+        )
+        record = _record(call, live.body, [live.prepared], known.service_class)
+        record.num_prompt += start.num_tokens
+        record.num_branches, record.is_stream = asked.count, asked.is_stream
+        record.shows_receipt = self.billing.wants_receipt(call)
+        try:
+            record.charge = self.billing.open(quote, record, live.body.model)
+            started = [(live.prepared, stream)]
+            generation = Generation(started, self.tokenizer, permit, record, self.observer, fork=start)
+        except BaseException:
+            record.charge.give_up(record)
+            stream.close()
+            permit.release()
+            raise
+        self.live.note(known.id, live.body, live.route, generation)
+        return generation
+
+    async def extend(self, live: LiveBranch, given: str | Sequence[int], max_tokens: int | None) -> int:
+        """Put text or tokens behind what a branch has; returns how many tokens they are."""
+        reader = self._loaded().reader
+        name = "text" if isinstance(given, str) else "tokens"
+        tokens = await self.work(lambda: reader.read_inserted(given, name), inline=len(given) <= INLINE_CHARS)
+        await self.client.extend(live.number, tokens, max_tokens=max_tokens)
+        return len(tokens)
 
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""
@@ -346,6 +469,13 @@ class Service:
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
         return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
+
+    def _timeout_s(self, call: Call) -> float | None:
+        """What is left of the time it may take; a line of a batch has the batch's own."""
+        timeout_s = None if call.caller.batch_id else self.settings.request_timeout_s
+        if timeout_s is None:
+            return None
+        return max(0.001, timeout_s - (time.monotonic() - call.received_s))
 
     def _service_level(self, call: Call, body: ParsedBody) -> ServiceLevel:
         """Raises what a key does not allow. A line of a batch is never more urgent than its class."""
@@ -406,10 +536,7 @@ class Service:
         self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_level: ServiceLevel
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = self._tenant(call, body)
-        # A line of a batch has the batch's own time.
-        timeout_s = None if call.caller.batch_id else self.settings.request_timeout_s
-        if timeout_s is not None:
-            timeout_s = max(0.001, timeout_s - (time.monotonic() - call.received_s))
+        timeout_s = self._timeout_s(call)
         started: list[tuple[PreparedRequest, EngineStream]] = []
         try:
             for prompt in prepared:
@@ -419,6 +546,7 @@ class Service:
                     tenant=tenant,
                     service_level=service_level,
                     timeout_s=timeout_s,
+                    tree=body.tree,
                 )
                 started.append((prompt, stream))
         except BaseException:
