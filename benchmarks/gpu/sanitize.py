@@ -50,8 +50,7 @@ def prefill(shape: Shape) -> None:
 
 
 def shared(shape: Shape) -> None:
-    for by_row in (False, True):
-        kernel_cases.check_cascade(shape, 128, [1, 70, 64] * 3, by_row=by_row)
+    kernel_cases.check_cascade(shape, [(128, [1, 70, 64] * 3), (320, [5, 5])], alone=[9])
 
 
 def elementwise(shape: Shape) -> None:

@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from paceline.config.engine import EngineConfig
 from paceline.core.plan import RowJoins, StepPlan
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.row_memory import RowMemory
 
-# Computing a shared beginning apart costs two more kernels a layer: it must spare enough reading.
-FEWEST_SHARING, SHORTEST_SHARED, LEAST_SPARED = 8, 256, 16_384  # rows, tokens, tokens not read again
+# Computing shared beginnings apart costs two more kernels a layer: together they must spare enough reading.
+FEWEST_SHARING, SHORTEST_SHARED = 2, 256  # rows and tokens of one group
+LEAST_SPARED = 16_384  # tokens that all groups need not read again
+_DEEPEST = 16  # how often a group is divided into smaller ones with longer beginnings
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -52,6 +55,8 @@ class HostRows:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.memory = RowMemory(config, device)
+        # Layers that see a window have no beginning that stays.
+        self.can_share = len(config.kv.groups) == 1 and config.kv.groups[0].window is None
         num_rows = self.memory.num_rows + 1  # the dummy is the last
         self.generation: I32 = np.zeros(num_rows, np.int32)
         self.num_prompt: I64 = np.zeros(num_rows, np.int64)
@@ -61,7 +66,7 @@ class HostRows:
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
-        self.sharing: I64 = np.zeros(0, np.int64)  # decoding rows that share a beginning; the first slots
+        self.sharing: list[SharingRows] = []  # decoding rows that share a beginning; the first slots
 
     def clear(self) -> None:
         """All rows are empty, and none decodes on the device."""
@@ -75,18 +80,18 @@ class HostRows:
         if len(joins.row):
             self._join(joins)
             self._copy_tokens(plan)
-        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
-            self.decoding[plan.leaves] = False
-            self.decoding[joins.row] = False
-            self.decoding[change.removed] = False
-            self.decoding[change.added] = True
-            self._renew_slots()
         for columns, blocks in (
             (plan.new_blocks, plan.new_blocks.block),
             (plan.block_copies, plan.block_copies.target),
         ):
             if len(columns.row):
                 self._set_blocks(columns.row, columns.group, columns.index, blocks)
+        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
+            self.decoding[plan.leaves] = False
+            self.decoding[joins.row] = False
+            self.decoding[change.removed] = False
+            self.decoding[change.added] = True
+            self._renew_slots()  # of rows whose blocks are known
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
         """The rows of the step of a plan that has been applied; counters are those after it."""
@@ -182,10 +187,11 @@ class HostRows:
     def _renew_slots(self) -> None:
         """The slots of the batch follow the rows that decode, in order; slots without a row point to the dummy row."""
         rows = np.flatnonzero(self.decoding)
-        self.sharing, length = self._find_sharing(rows)
-        self._send_sharing(length)
-        if len(self.sharing):
-            rows = np.concatenate([self.sharing, np.setdiff1d(rows, self.sharing)])
+        self.sharing = self._find_sharing(rows)
+        self._send_sharing()
+        if self.sharing:
+            together = np.concatenate([group.rows for group in self.sharing])
+            rows = np.concatenate([together, np.setdiff1d(rows, together)])
         self.decode = rows
         section = self.memory["slot_rows"].host[:, 0]
         slots = np.full(len(section), self.memory.dummy_row, np.int32)
@@ -196,33 +202,85 @@ class HostRows:
 
     # -- shared beginnings -------------------------------------------------------------------------------------
 
-    def _find_sharing(self, rows: I64) -> tuple[I64, int]:
-        """The largest group of `rows` whose first blocks are the same, and how many tokens those hold."""
-        no_rows = rows[:0]
-        if len(rows) < FEWEST_SHARING or self.memory.num_groups > 1:
-            return no_rows, 0
+    def _find_sharing(self, rows: I64) -> list[SharingRows]:
+        """Groups of `rows` whose first blocks are the same: those that spare most, if they spare enough."""
+        if not self.can_share or len(rows) < FEWEST_SHARING:
+            return []
         table = self.memory["table0"].host
-        first = table[rows, 0]
-        blocks, counts = np.unique(first, return_counts=True)
-        largest = int(counts.argmax())
-        if counts[largest] < FEWEST_SHARING or blocks[largest] == 0:
-            return no_rows, 0
-        group = rows[first == blocks[largest]]
-        # Whole blocks that every row has computed: what follows is a row's own.
-        most = int(self.num_tokens[group].min() - 1) // BLOCK_SIZE
-        same = (table[group, :most] == table[group[0], :most]).all(axis=0)
-        length = BLOCK_SIZE * (most if same.all() else int(same.argmin()))
-        if length < SHORTEST_SHARED or (len(group) - 1) * length < LEAST_SPARED:
-            return no_rows, 0
-        return group, length
+        # Whole blocks that a row has computed: what follows is its own.
+        whole = (self.num_tokens - 1) // BLOCK_SIZE
+        rows = rows[(whole[rows] * BLOCK_SIZE >= SHORTEST_SHARED) & (table[rows, 0] != 0)]
+        found = [
+            group for part in _alike(rows, table[rows, 0]) for group in _best_groups(table, whole, part, 1)
+        ]
+        found = sorted(found, key=lambda group: -group.spared)[:MAX_GROUPS]
+        return found if sum(group.spared for group in found) >= LEAST_SPARED else []
 
-    def _send_sharing(self, length: int) -> None:
-        memory, group = self.memory, self.sharing
+    def _send_sharing(self) -> None:
+        memory, groups = self.memory, self.sharing
         column = memory["shared"].host[:, 0]
         wanted = np.zeros_like(column)
-        wanted[group] = length
+        for group in groups:
+            wanted[group.rows] = group.length
         changed = np.flatnonzero(column != wanted)
         if len(changed):
             memory.put("shared", changed, wanted[changed])
-        row = int(group[0]) if len(group) else memory.dummy_row
-        memory.put("shared_span", slice(0, 4), [row, 0, len(group), length])
+        counts = np.array([len(group.rows) for group in groups], np.int64)
+        entries = np.zeros((4, MAX_GROUPS), np.int32)
+        entries[0, : len(groups)] = [group.rows[0] for group in groups]
+        entries[1, : len(groups)] = np.cumsum(counts) - counts
+        entries[2, : len(groups)] = counts
+        entries[3, : len(groups)] = [group.length for group in groups]
+        for name, new in zip(("row", "first", "count", "length"), entries, strict=True):
+            changed = np.flatnonzero(memory[f"shared_{name}"].host[:, 0] != new)
+            if len(changed):
+                memory.put(f"shared_{name}", changed, new[changed])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharingRows:
+    """Rows with the same beginning, and how many tokens that has."""
+
+    rows: I64
+    length: int
+
+    @property
+    def spared(self) -> int:
+        """Tokens that need not be read again."""
+        return (len(self.rows) - 1) * self.length
+
+
+def _best_groups(table: I32, whole: I64, rows: I64, start: int, depth: int = 0) -> list[SharingRows]:
+    """How to share the beginnings of `rows`, which have the first `start` blocks in common: together, or in smaller
+    groups with more in common. A row is in one group at most."""
+    common = _common(table, rows, start, int(whole[rows].min()))
+    group = SharingRows(rows, BLOCK_SIZE * common)
+    together = [group] if group.length >= SHORTEST_SHARED else []
+    if depth == _DEEPEST:
+        return together
+    further = rows[whole[rows] > common]
+    apart = [
+        smaller
+        for part in _alike(further, table[further, common])
+        for smaller in _best_groups(table, whole, part, common + 1, depth + 1)
+    ]
+    return max(together, apart, key=lambda groups: sum(group.spared for group in groups))
+
+
+def _alike(rows: I64, values: I32) -> list[I64]:
+    """The rows that have the same value, where there are enough of them."""
+    order = np.argsort(values, kind="stable")
+    ends = np.flatnonzero(np.diff(values[order])) + 1
+    return [part for part in np.split(rows[order], ends) if len(part) >= FEWEST_SHARING]
+
+
+def _common(table: I32, rows: I64, start: int, most: int) -> int:
+    """How many first blocks the rows have in common, `start` at least and at most `most`."""
+    width = 16  # then twice as many: most rows have little in common, some have much
+    while start < most:
+        end = min(start + width, most)
+        differs = (table[rows, start:end] != table[rows[0], start:end]).any(axis=0)
+        if differs.any():
+            return start + int(differs.argmax())
+        start, width = end, 2 * width
+    return most
