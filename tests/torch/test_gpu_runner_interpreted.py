@@ -27,6 +27,7 @@ from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.build import DeviceStorage
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.step_times import with_pace
@@ -75,6 +76,12 @@ PARAMS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def short_beginnings_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rows, "SHORTEST_SHARED", 64)
+    monkeypatch.setattr(host_rows, "LEAST_SPARED", 0)
+
+
 class SameWeights(DeviceStorage):
     """Made-up weights are those of the CPU."""
 
@@ -104,17 +111,23 @@ def generate(
     engine = build_engine(config, runner, guide_maker=ScriptedMaker(checkpoint.spec.vocab_size))
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}
-    for length, params in zip((5, 70, 33, 1, 90, 40, 3, 20), PARAMS, strict=True):
-        found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), params)}
+    prompts = [random.integers(0, 512, length).tolist() for length in (5, 70, 75, 1, 90, 40, 3, 20)]
+    prompts[2][:64] = prompts[1][:64]
+    for prompt, params in zip(prompts, PARAMS, strict=True):
+        found |= {number: [] for number in engine.add(prompt, params)}
     logprobs: Logprobs = {}
+    shared = 0
     while engine.has_requests or not engine.is_idle:
         events = engine.step_overlapped()
+        if isinstance(runner, GPURunner):
+            shared = max(shared, len(runner._rows.sharing))
         for told in events.logprobs:
             logprobs[told.request, told.logprobs.position] = told.logprobs
         for batch in events.tokens:
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
+    assert shared == 2 * on_gpu, "two prompts with the same beginning, and two branches of one"
     guided = sum(len(found[number]) for number in list(found)[-3:])
     # The last three have guides, and one that is over may have a mask for a token that is dropped.
     assert guided <= engine.scheduler.state.counters.masks <= guided + 3

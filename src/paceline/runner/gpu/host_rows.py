@@ -211,7 +211,7 @@ class HostRows:
         whole = (self.num_tokens - 1) // BLOCK_SIZE
         rows = rows[(whole[rows] * BLOCK_SIZE >= SHORTEST_SHARED) & (table[rows, 0] != 0)]
         found = [
-            group for part in _alike(rows, table[rows, 0]) for group in _best_groups(table, whole, part, 1)
+            group for part in _alike(rows, table[rows, 0]) for group in best_groups(table, whole, part, 1)
         ]
         found = sorted(found, key=lambda group: -group.spared)[:MAX_GROUPS]
         return found if sum(group.spared for group in found) >= LEAST_SPARED else []
@@ -250,21 +250,33 @@ class SharingRows:
         return (len(self.rows) - 1) * self.length
 
 
-def _best_groups(table: I32, whole: I64, rows: I64, start: int, depth: int = 0) -> list[SharingRows]:
-    """How to share the beginnings of `rows`, which have the first `start` blocks in common: together, or in smaller
-    groups with more in common. A row is in one group at most."""
+def best_groups(table: I32, whole: I64, rows: I64, start: int = 0, depth: int = 0) -> list[SharingRows]:
+    """How to share the beginnings of `rows`, which have the first `start` blocks in common: together, or some in
+    smaller groups that have more in common. A row is in one group at most.
+
+    `table`: block ids of all rows. `whole`: how many blocks of each can be shared.
+    """
     common = _common(table, rows, start, int(whole[rows].min()))
-    group = SharingRows(rows, BLOCK_SIZE * common)
-    together = [group] if group.length >= SHORTEST_SHARED else []
+    length = BLOCK_SIZE * common if BLOCK_SIZE * common >= SHORTEST_SHARED else 0
     if depth == _DEEPEST:
-        return together
+        return _with_rest([], rows, length)
     further = rows[whole[rows] > common]
-    apart = [
-        smaller
+    smaller = [
+        group
         for part in _alike(further, table[further, common])
-        for smaller in _best_groups(table, whole, part, common + 1, depth + 1)
+        for group in best_groups(table, whole, part, common + 1, depth + 1)
     ]
-    return max(together, apart, key=lambda groups: sum(group.spared for group in groups))
+    worth_it = [group for group in smaller if group.spared > len(group.rows) * length]
+    ways = [_with_rest(chosen, rows, length) for chosen in ([], worth_it, smaller)]
+    return max(ways, key=lambda groups: sum(group.spared for group in groups))
+
+
+def _with_rest(groups: list[SharingRows], rows: I64, length: int) -> list[SharingRows]:
+    """Groups among `rows`, and one of the rows in none of them, if that has a beginning."""
+    rest = np.setdiff1d(rows, np.concatenate([group.rows for group in groups])) if groups else rows
+    if not length or len(rest) < FEWEST_SHARING:
+        return groups
+    return [*groups, SharingRows(rest, length)]
 
 
 def _alike(rows: I64, values: I32) -> list[I64]:
