@@ -57,10 +57,12 @@ PARAMS = (
     SamplingParams(
         max_tokens=7, temperature=0.7, seed=4, top_p=0.9, frequency_penalty=0.5, min_tokens=3, logprobs=5
     ),
-    SamplingParams(max_tokens=6, temperature=0.8, seed=3, min_p=0.05, bad_words=((7,),), logit_bias={5: 3.0}),
+    SamplingParams(
+        max_tokens=11, temperature=0.8, seed=3, min_p=0.05, bad_words=((7,),), logit_bias={5: 3.0}
+    ),
     SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=1.3),
     SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
-    SamplingParams(max_tokens=5, temperature=0.9, seed=1, n=2, logprobs=0),
+    SamplingParams(max_tokens=7, temperature=0.9, seed=1, n=2, logprobs=0),
     SamplingParams(max_tokens=9, temperature=0.9, seed=2, structured_outputs=structure(4, 6)),
     SamplingParams(max_tokens=5, temperature=0.0, top_p=0.9, structured_outputs=structure(5, 8), logprobs=2),
     SamplingParams(
