@@ -193,7 +193,6 @@ def check_token_logprobs(device: str, *, draws: int, vocabulary: int, dtype: tor
         found = reference_token_logprobs(raw, int(tokens[draw]), row, 0, most)
         assert words[draw, 1] == found.rank
         assert words[draw, 2 : 2 + most].tolist() == list(found.top_tokens)
-        close = {"rtol": 1e-5, "atol": 1e-5}
-        np.testing.assert_allclose(numbers[draw, 0], found.logprob, **close)
+        np.testing.assert_allclose(numbers[draw, 0], found.logprob, rtol=1e-5, atol=1e-5)
         at = 2 + MOST_LOGPROBS
-        np.testing.assert_allclose(numbers[draw, at : at + most], found.top_logprobs, **close)
+        np.testing.assert_allclose(numbers[draw, at : at + most], found.top_logprobs, rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.torch.interpreted import reason_to_skip
 
@@ -19,7 +20,7 @@ from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 BLOCK = 64
 
 
-def tables(paths: list[str]) -> np.ndarray:  # type: ignore[type-arg]
+def tables(paths: list[str]) -> NDArray[np.int32]:
     """Block tables from one letter for each block; the same letters up to a place are the same block there."""
     known: dict[str, int] = {}
     table = np.zeros((len(paths), max(map(len, paths)) + 1), np.int32)
