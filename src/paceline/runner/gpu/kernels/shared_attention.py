@@ -109,9 +109,10 @@ def _most_items(slots: int, tile_slots: int, target_chunks: int) -> int:
 
 
 def plan_shared(plan: SharedPlan, groups: SharedGroups) -> None:
-    """Fills the plan: the first program makes the items, the others say where the results of slots will be."""
+    """Fills the plan: the first programs make the items, the others say where the results of slots will be."""
     slots, per_program = plan.parts.shape[0], 128
-    _plan_kernel[(1 + triton.cdiv(slots, per_program),)](
+    for_items = triton.cdiv(plan.max_items, per_program)
+    _plan_kernel[(for_items + triton.cdiv(slots, per_program),)](
         plan.items,
         plan.count,
         plan.parts,
@@ -120,19 +121,19 @@ def plan_shared(plan: SharedPlan, groups: SharedGroups) -> None:
         groups.count,
         groups.length,
         slots,
+        for_items,
         plan.target_chunks,
         plan.min_chunk,
         GROUPS=MAX_GROUPS,
         TILE=plan.tile_slots,
         BLOCK=BLOCK_SIZE,
-        ITEMS=triton.next_power_of_2(plan.items.shape[0]),
-        SLOTS=per_program,
+        LANES=per_program,
         WIDTH=ITEM_WIDTH,
-        num_warps=8,
+        num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["slots", "target_chunks", "min_chunk"])
+@triton.jit(do_not_specialize=["slots", "for_items", "target_chunks", "min_chunk"])
 def _plan_kernel(
     items,
     total,
@@ -142,13 +143,13 @@ def _plan_kernel(
     counts,
     lengths,
     slots,
+    for_items,
     target_chunks,
     min_chunk,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ITEMS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     group = tl.arange(0, GROUPS)
@@ -163,34 +164,35 @@ def _plan_kernel(
     num_chunks = tl.cdiv(length, chunk)
     num_items = num_tiles * num_chunks
     base = tl.cumsum(num_items, 0) - num_items
-    if tl.program_id(0) == 0:
-        item = tl.arange(0, ITEMS)
-        own = (item[None, :] >= base[:, None]) & (item[None, :] < (base + num_items)[:, None])
-        within = item - _of(own, base)
-        chunks = tl.maximum(_of(own, num_chunks), 1)
+    program = tl.program_id(0)
+    if program < for_items:
+        item = program * LANES + tl.arange(0, LANES)
+        has = (item[None, :] >= base[:, None]) & (item[None, :] < (base + num_items)[:, None])
+        within = item - _of(has, base)
+        chunks = tl.maximum(_of(has, num_chunks), 1)
         offset = within // chunks * TILE
-        begin = within % chunks * _of(own, chunk)
+        begin = within % chunks * _of(has, chunk)
         exists = item < tl.sum(num_items, 0)
         here = items + item * WIDTH
-        tl.store(here, _of(own, tl.load(rows + group)), mask=exists)
-        tl.store(here + 1, _of(own, first) + offset, mask=exists)
-        tl.store(here + 2, tl.minimum(_of(own, count) - offset, TILE), mask=exists)
+        tl.store(here, _of(has, tl.load(rows + group)), mask=exists)
+        tl.store(here + 1, _of(has, first) + offset, mask=exists)
+        tl.store(here + 2, tl.minimum(_of(has, count) - offset, TILE), mask=exists)
         tl.store(here + 3, begin, mask=exists)
-        tl.store(here + 4, tl.minimum(begin + _of(own, chunk), _of(own, length)), mask=exists)
+        tl.store(here + 4, tl.minimum(begin + _of(has, chunk), _of(has, length)), mask=exists)
         tl.store(total, tl.sum(num_items, 0))
     else:
-        slot = (tl.program_id(0) - 1) * SLOTS + tl.arange(0, SLOTS)
-        own = (slot[None, :] >= first[:, None]) & (slot[None, :] < (first + count)[:, None])
-        offset = slot - _of(own, first)
-        item = _of(own, base) + offset // TILE * _of(own, num_chunks)
-        tl.store(parts + slot * 2, item * TILE + offset % TILE, mask=slot < slots)
-        tl.store(parts + slot * 2 + 1, _of(own, num_chunks), mask=slot < slots)
+        slot = (program - for_items) * LANES + tl.arange(0, LANES)
+        holds = (slot[None, :] >= first[:, None]) & (slot[None, :] < (first + count)[:, None])
+        in_group = slot - _of(holds, first)
+        first_item = _of(holds, base) + in_group // TILE * _of(holds, num_chunks)
+        tl.store(parts + slot * 2, first_item * TILE + in_group % TILE, mask=slot < slots)
+        tl.store(parts + slot * 2 + 1, _of(holds, num_chunks), mask=slot < slots)
 
 
 @triton.jit
-def _of(own, values):
+def _of(holds, values):
     """The value of the group that each item or slot belongs to, 0 where there is none."""
-    return tl.sum(tl.where(own, values[:, None], 0), 0)
+    return tl.sum(tl.where(holds, values[:, None], 0), 0)
 
 
 def shared_attention(
@@ -232,7 +234,7 @@ def shared_attention(
     )
 
 
-@triton.jit(do_not_specialize=["query_stride", "table_stride"])
+@triton.jit
 def _attend_kernel(
     part_out,
     part_log_sum,
