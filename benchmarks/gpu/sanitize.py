@@ -81,6 +81,7 @@ def rows(shape: Shape) -> None:
 def sampling(shape: Shape) -> None:
     for vocabulary in (1000, 5001):
         kernel_row_cases.check_sampling(shape.device, slots=5, vocabulary=vocabulary, dtype=shape.dtype)
+        kernel_row_cases.check_token_logprobs(shape.device, draws=5, vocabulary=vocabulary, dtype=shape.dtype)
 
 
 def rules(shape: Shape) -> None:
