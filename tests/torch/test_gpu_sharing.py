@@ -32,7 +32,7 @@ def tables(paths: list[str]) -> NDArray[np.int32]:
 
 def found(paths: list[str]) -> set[tuple[tuple[int, ...], int]]:
     whole = np.array([len(path) for path in paths])
-    groups = best_groups(tables(paths), whole, np.arange(len(paths)))
+    groups = best_groups(tables(paths), whole)
     return {(tuple(sorted(group.rows.tolist())), group.length // BLOCK) for group in groups}
 
 
@@ -67,7 +67,7 @@ def test_random_tables() -> None:
         paths = ["".join(random.choice(list("ab"), int(random.integers(5, 14)))) for _ in range(number)]
         paths = ["aaaa" + path if random.random() < 0.8 else path for path in paths]
         table, whole = tables(paths), np.array([len(path) for path in paths])
-        groups = best_groups(table, whole, np.arange(number))
+        groups = best_groups(table, whole)
         members = [row for group in groups for row in group.rows.tolist()]
         assert len(members) == len(set(members))
         for group in groups:

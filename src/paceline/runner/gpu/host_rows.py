@@ -7,6 +7,7 @@ computed, which token a step will draw for it. It never reads the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.row_memory import RowMemory
 
 # Computing shared beginnings apart costs two more kernels a layer: together they must spare enough reading.
-FEWEST_SHARING, SHORTEST_SHARED = 2, 256  # rows and tokens of one group
+SHORTEST_SHARED = 256  # tokens
 LEAST_SPARED = 16_384  # tokens that all groups need not read again
 _DEEPEST = 16  # how often a group is divided into smaller ones with longer beginnings
 
@@ -204,17 +205,21 @@ class HostRows:
 
     def _find_sharing(self, rows: I64) -> list[SharingRows]:
         """Groups of `rows` whose first blocks are the same: those that spare most, if they spare enough."""
-        if not self.can_share or len(rows) < FEWEST_SHARING:
+        if not self.can_share or not len(rows):
             return []
         table = self.memory["table0"].host
         # Whole blocks that a row has computed: what follows is its own.
-        whole = (self.num_tokens - 1) // BLOCK_SIZE
-        rows = rows[(whole[rows] * BLOCK_SIZE >= SHORTEST_SHARED) & (table[rows, 0] != 0)]
-        found = [
-            group for part in _alike(rows, table[rows, 0]) for group in best_groups(table, whole, part, 1)
-        ]
+        whole = (self.num_tokens[rows] - 1) // BLOCK_SIZE
+        blocks, which, counts = np.unique(table[rows, 0], return_inverse=True, return_counts=True)
+        may_share = (whole * BLOCK_SIZE >= SHORTEST_SHARED) & ((counts > 1) & (blocks != 0))[which]
+        rows, whole = rows[may_share], whole[may_share]
+        if len(rows) < 2:
+            return []
+        found = best_groups(table[rows, : whole.max()], whole)
         found = sorted(found, key=lambda group: -group.spared)[:MAX_GROUPS]
-        return found if sum(group.spared for group in found) >= LEAST_SPARED else []
+        if sum(group.spared for group in found) < LEAST_SPARED:
+            return []
+        return [SharingRows(rows[group.rows], group.length) for group in found]
 
     def _send_sharing(self) -> None:
         memory, groups = self.memory, self.sharing
@@ -250,49 +255,67 @@ class SharingRows:
         return (len(self.rows) - 1) * self.length
 
 
-def best_groups(table: I32, whole: I64, rows: I64, start: int = 0, depth: int = 0) -> list[SharingRows]:
-    """How to share the beginnings of `rows`, which have the first `start` blocks in common: together, or some in
-    smaller groups that have more in common. A row is in one group at most.
+def best_groups(table: I32, whole: I64) -> list[SharingRows]:
+    """Which rows of `table` [rows, blocks] are best computed together, `whole` of whose blocks can be shared.
 
-    `table`: block ids of all rows. `whole`: how many blocks of each can be shared.
+    In order of their blocks, rows with the same beginning stand side by side, so that what neighbours have in common
+    tells all there is to know. A row is in one group at most.
     """
-    common = _common(table, rows, start, int(whole[rows].min()))
-    length = BLOCK_SIZE * common if BLOCK_SIZE * common >= SHORTEST_SHARED else 0
+    start = min(int(whole.min()), _first((table != table[0]).any(axis=0)))
+    following = table[whole > start, start : start + 1]
+    if start and len(np.unique(following)) == len(
+        following
+    ):  # as a rule: one beginning, then rows of their own
+        length = BLOCK_SIZE * start
+        return [SharingRows(np.arange(len(table)), length)] if length >= SHORTEST_SHARED else []
+    stored, width = table.tobytes(), table.shape[1] * table.itemsize
+    ends = (whole * table.itemsize).tolist()
+    keys = [stored[number * width : number * width + end] for number, end in enumerate(ends)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    table, whole = table[order], whole[order]
+    differs = np.pad(table[:-1] != table[1:], ((0, 0), (0, 1)), constant_values=True)
+    common = np.minimum(differs.argmax(axis=1), np.minimum(whole[:-1], whole[1:]))
+    found = _divided((common * BLOCK_SIZE).tolist(), 0, len(order) - 1, 0)
+    return [SharingRows(np.array([order[place] for place in places]), length) for places, length in found]
+
+
+def _first(flags: Bool) -> int:
+    """The place of the first that is set, or their number."""
+    return int(flags.argmax()) if flags.any() else len(flags)
+
+
+_Group = tuple[list[int], int]  # places in order, and tokens in common
+
+
+def _divided(common: list[int], first: int, last: int, depth: int) -> list[_Group]:
+    """How to share the beginnings of the rows at `first` to `last`: together, or some in smaller groups that have more
+    in common. `common`: tokens that the row at each place and the next have in common."""
+    if first == last:
+        return []
+    least = min(common[first:last])
+    length = least if least >= SHORTEST_SHARED else 0
+    everything = list(range(first, last + 1))
+    together = _with_rest([], everything, length)
     if depth == _DEEPEST:
-        return _with_rest([], rows, length)
-    further = rows[whole[rows] > common]
+        return together
+    cuts = [first - 1, *(place for place in range(first, last) if common[place] == least), last]
     smaller = [
         group
-        for part in _alike(further, table[further, common])
-        for group in best_groups(table, whole, part, common + 1, depth + 1)
+        for before, end in pairwise(cuts)
+        if end > before + 1
+        for group in _divided(common, before + 1, end, depth + 1)
     ]
-    worth_it = [group for group in smaller if group.spared > len(group.rows) * length]
-    ways = [_with_rest(chosen, rows, length) for chosen in ([], worth_it, smaller)]
-    return max(ways, key=lambda groups: sum(group.spared for group in groups))
+    if not smaller:
+        return together
+    worth_it = [(places, own) for places, own in smaller if (len(places) - 1) * own > len(places) * length]
+    ways = (together, _with_rest(worth_it, everything, length), _with_rest(smaller, everything, length))
+    return max(ways, key=lambda groups: sum((len(places) - 1) * own for places, own in groups))
 
 
-def _with_rest(groups: list[SharingRows], rows: I64, length: int) -> list[SharingRows]:
-    """Groups among `rows`, and one of the rows in none of them, if that has a beginning."""
-    rest = np.setdiff1d(rows, np.concatenate([group.rows for group in groups])) if groups else rows
-    if not length or len(rest) < FEWEST_SHARING:
+def _with_rest(groups: list[_Group], places: list[int], length: int) -> list[_Group]:
+    """These groups, and one of the places in none of them, if that has a beginning."""
+    if not length:
         return groups
-    return [*groups, SharingRows(rest, length)]
-
-
-def _alike(rows: I64, values: I32) -> list[I64]:
-    """The rows that have the same value, where there are enough of them."""
-    order = np.argsort(values, kind="stable")
-    ends = np.flatnonzero(np.diff(values[order])) + 1
-    return [part for part in np.split(rows[order], ends) if len(part) >= FEWEST_SHARING]
-
-
-def _common(table: I32, rows: I64, start: int, most: int) -> int:
-    """How many first blocks the rows have in common, `start` at least and at most `most`."""
-    width = 16  # then twice as many: most rows have little in common, some have much
-    while start < most:
-        end = min(start + width, most)
-        differs = (table[rows, start:end] != table[rows[0], start:end]).any(axis=0)
-        if differs.any():
-            return start + int(differs.argmax())
-        start, width = end, 2 * width
-    return most
+    grouped = {place for members, _ in groups for place in members}
+    rest = [place for place in places if place not in grouped]
+    return [*groups, (rest, length)] if len(rest) > 1 else groups

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import RowLogprobs
+from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
 from paceline.runner.gpu.kernels.token_logprobs import (
     MOST_LOGPROBS,
@@ -95,11 +96,12 @@ class LogprobReports:
     def leave(self, row: int) -> None:
         self._asking.discard(row)
 
-    def asked(self, rows: I64, num_tokens: I64) -> AskedLogprobs | None:
+    def asked(self, batch: DeviceBatch, num_tokens: I64) -> AskedLogprobs | None:
         """What the rows that get a token in a step ask for; None: nothing. `num_tokens`: of all rows, these tokens
         included."""
         if not self._asking:
             return None
+        rows = batch.sampled
         places = np.flatnonzero(self._counts[rows] != NOT_ASKED)
         if not len(places):
             return None

@@ -306,7 +306,7 @@ class GPURunner:
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             ring = self._ring[plan.seq % len(self._ring)]
-            asked = self._sampler.logprobs.asked(batch.sampled, self._rows.num_tokens)
+            asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
             draw = self._compute(batch, is_asked=asked is not None)
             pending = GPUPending(
                 seq=plan.seq,
