@@ -96,15 +96,17 @@ class LogprobReports:
     def leave(self, row: int) -> None:
         self._asking.discard(row)
 
+    def any_asked(self, batch: DeviceBatch) -> bool:
+        """Whether a row that gets a token asks."""
+        return bool(self._asking) and bool((self._counts[batch.sampled] != NOT_ASKED).any())
+
     def asked(self, batch: DeviceBatch, num_tokens: I64) -> AskedLogprobs | None:
-        """What the rows that get a token in a step ask for; None: nothing. `num_tokens`: of all rows, these tokens
-        included."""
-        if not self._asking:
+        """What the rows that get a token in a step ask for; None: nothing. `num_tokens`: of all rows, the ones to be
+        drawn included."""
+        if not self.any_asked(batch):
             return None
         rows = batch.sampled
         places = np.flatnonzero(self._counts[rows] != NOT_ASKED)
-        if not len(places):
-            return None
         self._turn = (self._turn + 1) % len(self._ring)
         asking = rows[places]
         return AskedLogprobs(

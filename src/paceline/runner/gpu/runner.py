@@ -156,7 +156,9 @@ class GPURunner:
         self._rows = HostRows(config, device)
         memory = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
-        self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
+        self._decoder = DeviceDecoder(
+            spec, parts, max_tokens=max_tokens, max_logits=max_slots, max_kept=max_slots, device=device
+        )
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
