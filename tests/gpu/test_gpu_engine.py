@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.gpu.engine_cases import (
+    GREEDY,
     MIXTURES,
     NAMES,
     PROMPTS,
@@ -77,8 +78,14 @@ def test_swapped_blocks_come_back() -> None:
     assert_close("qwen3", generate("qwen3", **options))
 
 
+@pytest.mark.parametrize(
+    "params", [GREEDY, replace(GREEDY, min_tokens=1, logprobs=3)], ids=["plain", "rules"]
+)
 @pytest.mark.parametrize("eager", [False, True])
-def test_shared_beginnings_are_computed_once(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_beginnings_are_computed_once(
+    eager: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules that change nothing: such steps draw in a graph of their own."""
     import paceline.runner.gpu.host_rows as rows
 
     monkeypatch.setattr(rows, "SHORTEST_SHARED", 128)
@@ -92,7 +99,8 @@ def test_shared_beginnings_are_computed_once(eager: bool, monkeypatch: pytest.Mo
         return groups
 
     monkeypatch.setattr(rows.HostRows, "_find_sharing", noted)
-    assert_close("qwen3", generate("qwen3", SHARING, enforce_eager=eager), shared=True)
+    with engine("qwen3", enforce_eager=eager) as llm:
+        assert_close("qwen3", tokens_of(llm, SHARING, params), shared=True)
     assert [(6, 128), (6, 128)] in found
 
 
