@@ -222,6 +222,45 @@ def check_prefill(
             assert_close(log_sum[part], expected_log, shape.tolerance)
 
 
+def check_shared_plan(
+    groups: Sequence[tuple[int, int]], device: str, *, group: int = 4, target: int = 33
+) -> None:
+    """Of `groups` (slots, tokens): every slot reads every token of its beginning once, in the order of its results, and
+    no chunk is longer than it has to be."""
+    tile = SharedTuning().tile_slots(group)
+    counts, lengths = ([own[index] for own in groups] for index in (0, 1))
+    slots = sum(counts) + 3
+    plan = allocate_shared_plan(slots, target, tile_slots=tile, heads=1, head_dim=16, device=device)
+    plan.items.fill_(-1)
+    rest = [0] * (MAX_GROUPS - len(groups))
+    columns = {
+        "row": [7 + number for number in range(len(groups))] + rest,
+        "first": [1 + sum(counts[:number]) for number in range(len(groups))] + rest,
+        "count": counts + rest,
+        "length": lengths + rest,
+    }
+    sent = {name: torch.tensor(own, dtype=torch.int32, device=device) for name, own in columns.items()}
+    plan_shared(plan, SharedGroups(**sent))
+    items, parts = plan.items[: int(plan.count)].tolist(), plan.parts.tolist()
+    assert len(items) <= plan.max_items
+    for slot in range(slots):
+        number = next((n for n in range(len(groups)) if 0 <= slot - columns["first"][n] < counts[n]), None)
+        first, chunks = parts[slot]
+        if number is None:
+            assert chunks == 0
+            continue
+        reached = 0
+        for index in range(chunks):
+            row, first_slot, count, begin, end, *_ = items[first // tile + index]
+            assert row == 7 + number and begin == reached and first_slot + first % tile == slot
+            assert 0 < count <= tile and first % tile < count and begin < end and begin % BLOCK_SIZE == 0
+            reached = end
+        assert reached == lengths[number]
+    work = sum(-(-count // tile) * length for count, length in groups)
+    longest = max((item[4] - item[3] for item in items), default=0)
+    assert longest <= max(plan.min_chunk, work / target + BLOCK_SIZE)
+
+
 def check_cascade(
     shape: Shape, groups: Sequence[tuple[int, Sequence[int]]], *, alone: Sequence[int] = (), target: int = 5
 ) -> None:

@@ -47,6 +47,21 @@ def test_prefill_attention_with_and_without_what_was_before(window: int) -> None
     cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [(64, 8000 // 64 * 64)],
+        [(8, 1984)] * 32,
+        [(2, 256), (1, 64), (300, 12_800), (17, 320)],
+        [(2 + number % 40, 64 * (1 + number * number % 97)) for number in range(32)],
+    ],
+)
+def test_the_list_of_shared_beginnings_covers_them(groups: list[tuple[int, int]]) -> None:
+    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264)):
+        cases.check_shared_plan(groups, "cpu", group=group, target=target)
+
+
 def test_shared_prefixes_are_computed_once_and_joined() -> None:
     cases.check_cascade(SMALL, [(128, [1, 70, 64] * 12)])
     cases.check_cascade(SMALL, [(64, [1, 70]), (704, [3, 64, 1]), (192, [5] * 35)], alone=[1, 130])
