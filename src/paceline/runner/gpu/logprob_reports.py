@@ -74,7 +74,7 @@ class AskedLogprobs:
 class LogprobReports:
     """Which rows ask, and the reports of steps."""
 
-    def __init__(self, memory: RowMemory, vocab_size: int, device: torch.device, *, depth: int) -> None:
+    def __init__(self, memory: RowMemory, vocab_size: int, device: torch.device) -> None:
         self._memory, self._vocab_size = memory, vocab_size
         self._counts: I64 = np.full(memory.num_rows + 1, NOT_ASKED)  # likeliest tokens, by row
         self._asking: set[int] = set()  # rows
@@ -82,7 +82,8 @@ class LogprobReports:
         shape = (memory.max_slots, REPORT_WIDTH)
         self._report = torch.zeros(shape, dtype=torch.int32, device=device)
         # One for each step under way, as for tokens.
-        self._ring = torch.zeros((depth + 2, *shape), dtype=torch.int32, pin_memory=device.type == "cuda")
+        steps = memory.depth + 2
+        self._ring = torch.zeros((steps, *shape), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._turn = 0
 
     def join(self, rows: I64, counts: I64) -> None:

@@ -42,6 +42,7 @@ class RowMemory:
         self.num_rows = capacity.num_rows
         self.dummy_row = capacity.num_rows
         self.max_slots = config.scheduler.max_num_seqs
+        self.depth = config.depth  # steps that may be under way beside the one that is planned
         self.num_groups = len(config.kv.groups)
         rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
         tables = {

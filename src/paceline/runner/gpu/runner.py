@@ -170,7 +170,7 @@ class GPURunner:
             max_spans=memory.num_rows,
             dtype=self._decoder.dtype,
         )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, depth=config.depth)
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device)
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=device)

@@ -61,13 +61,7 @@ class DeviceSampler:
     """Columns, pools and buffers of sampling."""
 
     def __init__(
-        self,
-        memory: RowMemory,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        device: torch.device,
-        *,
-        depth: int,
+        self, memory: RowMemory, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
     ) -> None:
         self._memory, self._device, self._vocab_size = memory, device, vocab_size
         self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
@@ -77,7 +71,7 @@ class DeviceSampler:
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._guided: set[int] = set()  # the same rows
         self.guided: GuideWork | None = None  # of the last step with guides
-        self.logprobs = LogprobReports(memory, vocab_size, device, depth=depth)
+        self.logprobs = LogprobReports(memory, vocab_size, device)
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
         self._masks = torch.zeros(
