@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
+    RowQueries,
     allocate_partials,
     allocate_plan,
     decode_attention,
@@ -150,6 +151,52 @@ def check_decode(
     for slot, row in enumerate(slot_rows.tolist()):
         if all_lengths[row]:  # each row alone too: a long row must not hide a short one
             assert_close(out[slot], expected[slot], 3 * shape.tolerance)
+
+
+def check_wide_decode(
+    shape: Shape,
+    rows: Sequence[tuple[int, int]],
+    *,
+    width: int,
+    window: int = 0,
+    target_chunks: int = 16,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """`rows` are (tokens before the queries, queries) of one row each: each query sees what a prompt's token would."""
+    lengths = [before + count for before, count in rows]
+    live = [max(0, before + 1 - window) if window else 0 for before, _ in rows]
+    kv = paged_kv(shape, lengths, live_from=live)
+    device, order = shape.device, torch.randperm(len(rows) + 1)  # the last row is empty, as one that has ended
+
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    all_lengths, slot_rows = column([*lengths, 0]), order.to(torch.int32).to(device)
+    counts = [rows[row][1] if row < len(rows) else 0 for row in order.tolist()]
+    firsts = [sum(counts[:slot]) for slot in range(len(counts))]
+    queries = RowQueries(first=column(firsts), count=column(counts), lengths=all_lengths, width=width)
+    total, slots = sum(counts), len(counts)
+    query = shape.random(total + 2, shape.heads, shape.head_dim)  # two tokens that belong to no row
+    out = torch.full_like(query, float("nan"))
+    log_sum = torch.full((total + 2, shape.heads), float("nan"), device=device)
+    plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
+    plan_decode(plan, slot_rows, all_lengths, window=window, queries=queries)
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    partials = allocate_partials(plan, **sizes, width=width)
+    scale = shape.head_dim**-0.5
+    decode_attention(
+        out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning, queries=queries, window=window
+    )
+    for slot, row in enumerate(order.tolist()):
+        part = slice(firsts[slot], firsts[slot] + counts[slot])
+        if counts[slot]:
+            expected, expected_log = reference_prefill_attention(
+                query[part], kv, row, rows[row][0], scale=scale, window=window
+            )
+            assert_close(out[part], expected, shape.tolerance)
+            assert_close(log_sum[part], expected_log, shape.tolerance)
+    assert out[total:].isnan().all() and log_sum[total:].isnan().all(), "another token was written"
+    assert not partials.arrived.any()
 
 
 def check_plan(lengths: Sequence[int], device: str, *, window: int = 0, target: int = 16) -> None:
