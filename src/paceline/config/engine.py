@@ -31,6 +31,9 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
 DRAFT_METHODS = ("off", "auto", "ngram", "history")
+ORACLE = (
+    "oracle"  # for tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt
+)
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
@@ -152,6 +155,12 @@ class DraftConfig:
     # Seconds of a step as a line over its tokens, as far as known at the start.
     fixed_s: float = 0.0
     token_s: float = 0.0
+    acceptance: float = 1.0  # of an oracle: share of its drafts that are right
+    # Steps of a GPU: tokens of each size there is, ascending, and the seconds of such a step. A step is computed at the
+    # next larger size, with all the drafts it has room for, and has none beside prompts. Empty: steps are as large as
+    # what they compute.
+    sizes: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, text: str) -> DraftConfig | None:
@@ -163,6 +172,9 @@ class DraftConfig:
             except ValueError as error:
                 raise ConfigError(f"--speculative-config is not JSON: {error}") from None
         assert isinstance(given, dict)
+        acceptance = given.pop("acceptance", 1.0) if given.get("method") == ORACLE else 1.0
+        if not isinstance(acceptance, int | float) or not 0.0 <= acceptance <= 1.0:
+            raise ConfigError(f"--speculative-config: acceptance must be 0 to 1, not {acceptance!r}")
         unknown = sorted(set(given) - {"method", "num_speculative_tokens"})
         if unknown:
             raise ConfigError(
@@ -170,7 +182,7 @@ class DraftConfig:
             )
         method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
         method = "history" if method == "suffix" else method  # vLLM's word for it
-        if method not in DRAFT_METHODS:
+        if method not in (*DRAFT_METHODS, ORACLE):
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
         if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width <= MOST_DRAFTS:
             raise ConfigError(
@@ -178,7 +190,8 @@ class DraftConfig:
             )
         if method == "off" or not width:
             return None
-        return cls(method="history" if method == "auto" else method, width=width)
+        method = "history" if method == "auto" else method
+        return cls(method=method, width=width, acceptance=float(acceptance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from paceline.runner.gpu.kernels.decode_attention import (
     DecodePlan,
     DecodeTuning,
     Partials,
+    RowQueries,
     allocate_partials,
     allocate_plan,
     decode_attention,
@@ -72,6 +73,7 @@ class DeviceAttention:
         max_slots: int,
         max_spans: int,
         dtype: torch.dtype,
+        most_queries: int = 1,  # of a decoding row
     ) -> None:
         device = rotations[0].device
         self._spec, self._pools, self._rotations = spec, pools, rotations
@@ -90,6 +92,7 @@ class DeviceAttention:
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._dim,
+            width=most_queries,
         )
         self._shared_out = torch.zeros(max_slots, self._heads, self._dim, dtype=dtype, device=device)
         self._shared_log_sum = torch.zeros(max_slots, self._heads, device=device)
@@ -109,8 +112,10 @@ class DeviceAttention:
         visible: Tensor,
         spans: Spans | None,
         prefix: SharedPrefix | None = None,
+        queries: RowQueries | None = None,
     ) -> StepPlans:
-        """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
+        """Make the work lists of a step. `visible`: how many tokens each row's attention sees. `queries`: decoding rows
+        have several tokens."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
         plans = []
         slots, chunks = shape.num_slots, self._target(tuning)
@@ -119,7 +124,7 @@ class DeviceAttention:
                 items = largest.items[: slots + chunks]
                 plan = replace(largest, num_slots=slots, target_chunks=chunks, items=items)
                 shared = prefix.tokens if prefix is not None and not window else None
-                plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared)
+                plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared, queries=queries)
                 plans.append(plan)
         tiles = None
         if spans is not None:
@@ -131,7 +136,7 @@ class DeviceAttention:
             shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
             plan_prefill(shared_tiles, prefix.span)
             self._shared_log_sum[:slots].fill_(float("-inf"))  # of rows that share nothing
-        return StepPlans(shape, tuning, plans, tiles, shared_tiles)
+        return StepPlans(shape, tuning, plans, tiles, shared_tiles, queries)
 
     def attend(
         self, step: StepPlans, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
@@ -147,15 +152,18 @@ class DeviceAttention:
         )
         scale = spec.softmax_scale
         if slots:
+            decoding = slots if step.queries is None else tokens
             decode_attention(
-                out[:slots],
-                log_sum[:slots],
-                query[:slots],
+                out[:decoding],
+                log_sum[:decoding],
+                query[:decoding],
                 kv,
                 step.plans[group],
                 self._partials,
                 scale=scale,
                 tuning=step.tuning,
+                queries=step.queries,
+                window=self._windows[group],
             )
             if step.shared_tiles is not None and not self._windows[group]:
                 self._add_shared(step.shared_tiles, query[:slots], kv, out[:slots], log_sum[:slots])
@@ -194,3 +202,4 @@ class StepPlans:
     plans: list[DecodePlan]
     tiles: PrefillPlan | None
     shared_tiles: PrefillPlan | None
+    queries: RowQueries | None

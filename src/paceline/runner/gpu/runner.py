@@ -22,9 +22,6 @@ from torch import Tensor
 from paceline.config.engine import EngineConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import (
-    AT_LENGTH,
-    RUNNING_ON,
-    STOPPED,
     GuideWork,
     RowLogprobs,
     StepPlan,
@@ -35,19 +32,24 @@ from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefix
+from paceline.runner.gpu.device_drafts import CODES, DeviceDrafts, DraftedPending, queries_of
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
+    DRAFT_BUCKETS,
     KINDS,
     MAX_SPANS,
     UNDRAWN,
     DecodeKey,
     DecodeKind,
+    DraftKey,
     DrawKey,
     Key,
     MixedKey,
     StepGraphs,
     decode_keys,
+    draft_key,
+    draft_keys,
     draw_keys,
     mixed_key,
     mixed_keys,
@@ -59,11 +61,6 @@ from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens, decode
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling.sampler import prompt_logprobs
-
-# What comes back from the device: a step's tokens and codes, as the columns of a `StepResult`.
-
-
-_CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -92,7 +89,7 @@ class GPUPending:
         token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
         took_part = code >= 0
         known = np.where(took_part, code, 0)
-        finite, finished = known != NOT_FINITE, _CODES[known]
+        finite, finished = known != NOT_FINITE, CODES[known]
         count = took_part.astype(np.int32)
         token[~took_part] = 0
         rows = batch.decode.astype(np.int32)
@@ -125,7 +122,7 @@ def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0)
 
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
-AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
+AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
@@ -151,7 +148,10 @@ class GPURunner:
         self._rows = HostRows(config, device)
         memory = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
-        self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
+        drafts = config.scheduler.drafts
+        max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
+        max_draws = max(max_slots, max_drafted)
+        self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_draws, device=device)
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
@@ -162,8 +162,20 @@ class GPURunner:
             max_slots=max_slots,
             max_spans=memory.num_rows,
             dtype=self._decoder.dtype,
+            most_queries=1 if drafts is None else queries_of(drafts.width),
         )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device)
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
+        self._drafts: DeviceDrafts | None = None
+        if drafts is not None:
+            self._drafts = DeviceDrafts(
+                drafts,
+                memory,
+                vocab_size=spec.vocab_size,
+                max_tokens=max_drafted,
+                depth=config.depth,
+                device=device,
+            )
+        self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
@@ -200,6 +212,8 @@ class GPURunner:
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
+        for drafted in self._draft_keys[False] + self._draft_keys[True]:
+            steps[drafted] = partial(self._drafted_step, drafted)
         for mixed in self._mixed:
             steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
         return steps
@@ -220,6 +234,10 @@ class GPURunner:
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules in (False, True):
                 self._draw_step(DrawKey(slots, with_rules))
+        for keys in self._draft_keys:
+            kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
+            for drafted in kinds.values():
+                self._drafted_step(drafted)
         most = memory.max_slots
         few = [
             (1, 1),
@@ -290,7 +308,7 @@ class GPURunner:
             self._apply(full)
             self._rows.memory.send()
 
-    def submit(self, plan: StepPlan) -> GPUPending:
+    def submit(self, plan: StepPlan) -> GPUPending | DraftedPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._next_seq += 1
         started_s = time.perf_counter()
@@ -300,6 +318,9 @@ class GPURunner:
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
+            drafted = None if self._drafts is None else self._drafted_key(plan, batch)
+            if drafted is not None:
+                return self._submit_drafted(plan, batch, drafted, started_s)
             ring = self._ring[plan.seq % len(self._ring)]
             draw = self._compute(batch)
             pending = GPUPending(
@@ -347,6 +368,8 @@ class GPURunner:
         if not len(joins.row):
             return
         sampler.write_columns(joins)
+        if self._drafts is not None:
+            self._drafts.join(joins)
         rows.memory.send()
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
@@ -402,6 +425,62 @@ class GPURunner:
             return found + more
 
         return draw
+
+    def _drafted_key(self, plan: StepPlan, batch: DeviceBatch) -> DraftKey | None:
+        """How a step with drafts is run; None: it has none, as planned or because of what its rows are."""
+        drafts, sampler = self._drafts, self._sampler
+        assert drafts is not None
+        rows = len(batch.decode)
+        if (
+            not drafts.is_due(plan)
+            or not rows
+            or len(batch.spans)
+            or batch.num_pad
+            or len(self._rows.sharing)
+        ):
+            return None
+        if sampler.any_guided(batch) or sampler.is_host[batch.decode].any():
+            return None
+        with_rules = bool(sampler.has_logit_rules[batch.decode].any())
+        return draft_key(self._draft_keys[with_rules], rows, plan.draft_tokens)
+
+    def _submit_drafted(
+        self, plan: StepPlan, batch: DeviceBatch, key: DraftKey, started_s: float
+    ) -> DraftedPending:
+        drafts = self._drafts
+        assert drafts is not None
+        drafts.put_limits(plan, key.tokens - len(batch.decode))
+        self._rows.memory.send()
+        self._replay_or_run(key, self._drafted_step)
+        ring = drafts.ring[plan.seq % len(drafts.ring)]
+        ring.copy_(drafts.report, non_blocking=True)
+        return DraftedPending(
+            seq=plan.seq,
+            batch=batch,
+            width=plan.draft_width,
+            ring=ring.numpy(),
+            max_slots=self.max_slots,
+            swapped=partial(self._swap_pool.completed, wait=False),
+            started_s=started_s,
+            done=self._queue.mark(),
+        )
+
+    def _drafted_step(self, key: DraftKey) -> None:
+        """A step in which all rows decode, each with the drafts that are made for it here."""
+        assert self._drafts is not None
+        drafts, tokens = self._drafts, self._tokens
+        slot_rows = self._rows.memory.column("slot_rows")[: key.slots]
+        overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
+        shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
+        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens)
+        step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
+        hidden = self._decoder.forward(tokens, self._attention, step)
+        logits = self._decoder.logits(hidden, None)
+        draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
+        self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
+        first = drafts.take(slot_rows, tokens.ids, *self._sampler.drawn_behind(key.tokens))
+        if key.with_rules:
+            self._sampler.note_first(slot_rows, first)
 
     def _draw_guided(
         self, key: DrawKey, sampled: NDArray[np.int64], guides: Mapping[int, Guide]

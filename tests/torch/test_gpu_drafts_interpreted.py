@@ -1,0 +1,134 @@
+"""Drafts of the GPU's runner through Triton's interpreter: tokens are those of a CPU that makes none.
+
+A tiny model in float32 whose greedy text repeats itself; rows come and go, some have rules, penalties, guides or
+logprobs, and the host plans ahead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.guides import ScriptedMaker, structure
+from tests.torch.interpreted import reason_to_skip
+
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
+
+from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.counters import Counters
+from paceline.core.plan import Runner
+from paceline.core.sampling import SamplingParams
+from paceline.factory import build_engine
+from paceline.models.files.open import open_checkpoint
+from paceline.models.load import build_decoder
+from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.torch_step import TorchStep
+from paceline.scheduler.invariants import InvariantChecker
+from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
+
+LENGTHS = (5, 70, 33, 12)
+PLAIN = (
+    SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=33, temperature=0.0),
+    SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True),
+)
+
+
+def generate(
+    folder: Path,
+    params: tuple[SamplingParams, ...],
+    drafts: DraftConfig | None,
+    *,
+    depth: int = 1,
+) -> tuple[list[list[int]], Counters]:
+    """Tokens by request; `drafts` on the GPU's runner, None: the CPU without any."""
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=48, max_model_len=256, drafts=drafts
+        ),
+        depth=depth,
+    )
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    runner: Runner
+    if drafts is not None:
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
+    else:
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    maker = ScriptedMaker(checkpoint.spec.vocab_size)
+    engine = build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
+    random, found = np.random.default_rng(0), {}
+    for length, given in zip(LENGTHS, params, strict=True):
+        found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), given)}
+    while engine.has_requests or not engine.is_idle:
+        for batch in engine.step_overlapped().tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        assert engine.last_error is None, repr(engine.last_error)
+    return list(found.values()), engine.scheduler.state.counters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return generate(folder, PLAIN, None, depth=0)[0]
+
+
+@pytest.mark.parametrize("width, depth", [(3, 1), (7, 2)])
+def test_ngrams_change_no_token(folder: Path, expected: list[list[int]], width: int, depth: int) -> None:
+    found, counters = generate(folder, PLAIN, DraftConfig(method="ngram", width=width), depth=depth)
+    assert found == expected
+    assert counters.accepted_tokens > 10, "no draft was right, or this test says nothing"
+    assert counters.draft_tokens > counters.accepted_tokens
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.6])
+def test_answers_known_before_come_in_fewer_steps(
+    folder: Path, expected: list[list[int]], acceptance: float
+) -> None:
+    told = tuple(
+        replace(params, prediction=tuple(answer)) for params, answer in zip(PLAIN, expected, strict=True)
+    )
+    config = DraftConfig(method="oracle", width=4, acceptance=acceptance)
+    found, counters = generate(folder, told, config)
+    assert found == expected
+    per_row = sum(map(len, found)) / counters.logit_rows
+    assert per_row > 3.0 if acceptance == 1.0 else 1.3 < per_row < 3.0
+
+
+def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
+    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; guides and logprobs put drafts off."""
+    params = (
+        SamplingParams(max_tokens=30, temperature=0.7, seed=4, top_p=0.9, min_tokens=9, logit_bias={5: 9.0}),
+        SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2),
+        SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, bad_words=((7,),)),
+        SamplingParams(max_tokens=30, temperature=0.8, seed=8, min_p=0.05, top_k=40),
+    )
+    expected = generate(folder, params, None, depth=0)[0]
+    found, counters = generate(folder, params, DraftConfig(method="ngram", width=4))
+    assert found == expected and counters.accepted_tokens > 5
+    mixed = (
+        params[0],
+        SamplingParams(max_tokens=9, temperature=0.9, seed=2, structured_outputs=structure(4, 6)),
+        params[2],
+        SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
+    )
+    expected = generate(folder, mixed, None, depth=0)[0]
+    found, counters = generate(folder, mixed, DraftConfig(method="ngram", width=4))
+    assert found == expected and counters.accepted_tokens > 5
