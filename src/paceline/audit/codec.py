@@ -133,7 +133,9 @@ def config_of(value: Json) -> EngineConfig:
     if scheduler.get("learned_steps") is not None:
         scheduler["learned_steps"] = LearnedSteps(**scheduler["learned_steps"])
     if scheduler.get("drafts") is not None:
-        scheduler["drafts"] = DraftConfig(**scheduler["drafts"])
+        drafts = dict(scheduler["drafts"])
+        lists = {name: tuple(drafts.get(name, ())) for name in ("sizes", "seconds")}
+        scheduler["drafts"] = DraftConfig(**{**drafts, **lists})
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, SchedulerConfig
+from paceline.config.engine import DraftConfig
 from paceline.core.fast import total
 from paceline.core.plan import (
     DRAFT_KINDS,
@@ -32,7 +32,6 @@ from paceline.core.plan import (
     StepWork,
     draft_depth,
 )
-from paceline.scheduler.modes import Mode
 
 F64 = NDArray[np.float64]
 
@@ -203,12 +202,3 @@ class StepSeconds:
             return factors[tokens]
         below = bisect_left(self._sizes, tokens)
         return factors[self._sizes[below - 1]] if below else 1.0
-
-
-def make_budget(config: SchedulerConfig, block_size: int, mode: Mode) -> DraftBudget | None:
-    """None: no drafts are made. A row's drafts lie in two blocks at most."""
-    drafts = config.drafts
-    if drafts is None or mode.keeps_finished:
-        return None
-    width = min(drafts.width, block_size - 1)
-    return DraftBudget(drafts, width) if width > 0 else None

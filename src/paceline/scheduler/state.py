@@ -44,7 +44,7 @@ from paceline.core.request import (
 from paceline.kv.manager import KVManager
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
-from paceline.scheduler.draft_budget import make_budget
+from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows

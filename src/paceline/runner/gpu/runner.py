@@ -236,7 +236,7 @@ class GPURunner:
                 self._draw_step(DrawKey(slots, with_rules))
         for keys in self._draft_keys:
             kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
-            for drafted in kinds.values():
+            for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
                 self._drafted_step(drafted)
         most = memory.max_slots
         few = [

@@ -500,6 +500,7 @@ class Composer:
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
+                draft_tokens=draft.draft_tokens,
             ),
             draft_width=draft.draft_width,
             draft_tokens=draft.draft_tokens,

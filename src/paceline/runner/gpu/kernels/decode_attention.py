@@ -11,7 +11,8 @@ sit in the rows of one 16-row product. A row with drafts has several queries, on
 product, 16 rows of which cost what four do, and each sees one token more than the one before it. Rows that were cut
 leave partial results in float32; whichever program of a row and head arrives last merges them, in the order of the
 chunks, so that the result does not depend on which one that is. What lies in a block beyond a row's end is never used,
-whatever it is: scores are masked and values are zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
+whatever it is: scores are masked and values are zeroed, since 0 times NaN is NaN. Keys and values of eight bits are
+narrow_kv.py's.
 
 It must not know how keys came into their blocks, nor which rows share a prefix: for that it gives out the
 log-sum-exp of each head, and `merge_attention` joins two results.
