@@ -38,6 +38,7 @@ class SizedBudget(DraftBudget):
         self._sized = SizedSeconds(config.sizes, config.seconds)
         self._share: F64 = np.zeros(DRAFT_KINDS)
         self._share[0] = 1.0  # at first: every row has drafts, half of them right
+        self._is_new = True
         self._lately: F64 = np.zeros(DRAFT_KINDS)
         self._rows_lately = 0
         self._curve = self._offers(np.full(DRAFT_KINDS, FIRST_TRUST))
@@ -108,7 +109,8 @@ class SizedBudget(DraftBudget):
         trust = np.minimum(self._trust, 0.99)
         each = (1.0 - trust ** max(self.chosen, 1)) / (1.0 - trust)
         share = np.minimum(self._lately / each / max(self._rows_lately, 1), 1.0)
-        self._share += OFFERED * (share - self._share)
+        self._share = share if self._is_new else self._share + OFFERED * (share - self._share)
+        self._is_new = False
         self._lately[:] = 0.0
         self._rows_lately = 0
         self._curve = self._offers(self._trust)

@@ -258,12 +258,17 @@ class GPURunner:
     def decode_seconds(self, slots: int) -> float:
         """How long a step of `slots` decoding rows takes, with short contexts."""
         key = DecodeKey(slot_bucket(slots, self.max_slots), KINDS[0])
+        return self._seconds(lambda: self._replay_or_run(key, self._decode_step))
 
-        def step() -> None:
-            if not self._graphs.replay(key):
-                self._decode_step(key)
+    @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with drafts that there are."""
+        return tuple(dict.fromkeys(key.tokens for key in self._draft_keys[False]))
 
-        return self._seconds(step)
+    def drafted_seconds(self, num_tokens: int) -> float:
+        """How long a step with drafts of that size takes, with short contexts."""
+        key = next(key for key in self._draft_keys[False] if key.tokens == num_tokens)
+        return self._seconds(lambda: self._replay_or_run(key, self._drafted_step))
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
         """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
