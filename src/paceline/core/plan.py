@@ -134,7 +134,6 @@ class StepWork:
     prefill_context_products: int = 0  # sum over these tokens of the context each attends to
     logit_rows: int = 0  # rows that are sampled
     swap_blocks: int = 0
-    draft_tokens: int = 0  # room for drafts, used or not
 
 
 # Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.

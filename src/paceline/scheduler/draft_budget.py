@@ -114,8 +114,8 @@ class DraftBudget:
         self._told = self._trust.astype(np.float32)
         return self._told
 
-    def learn(self, work: StepWork, result: StepResult) -> None:
-        """A step has run."""
+    def learn(self, work: StepWork, result: StepResult, room: int = 0) -> None:
+        """A step has run, with room for so many drafts; here, those that were made count."""
         verified = int(total(result.verified)) if len(result.verified) else 0
         times = result.times
         if verified:

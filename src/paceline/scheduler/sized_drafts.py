@@ -85,7 +85,7 @@ class SizedBudget(DraftBudget):
         ratio = plain / self._sized(size)
         return (1.0 + self._right(width)[0]) * ratio, (1.0 + self.right) * (ratio if self.right else 1.0)
 
-    def learn(self, work: StepWork, result: StepResult) -> None:
+    def learn(self, work: StepWork, result: StepResult, room: int = 0) -> None:
         times = result.times
         started_s = max(times.start_s, self._last_end_s)  # it waited for the one before it
         self._last_end_s = times.end_s
@@ -93,7 +93,7 @@ class SizedBudget(DraftBudget):
             if times.end_s > started_s:
                 key = -work.decode_rows
                 if len(result.verified):
-                    at = bisect_left(self._sizes, work.decode_rows + work.draft_tokens)
+                    at = bisect_left(self._sizes, work.decode_rows + room)
                     key = self._sizes[min(at, len(self._sizes) - 1)]
                 self._sized.learn(key, times.end_s - started_s)
             right = max(0.0, float(total(result.count)) / work.decode_rows - 1.0)

@@ -112,8 +112,9 @@ class Flight:
     # Static and dynamic batches only: prompt padding as (row, tokens), and rows that decode past their end.
     pads: tuple[tuple[int, int], ...] = ()
     filling: NDArray[np.bool_] | None = None
-    # Drafts: most tokens of a row beside its first, and the first position that each row may write.
+    # Drafts: most tokens of a row beside its first, of all rows, and the first position that each row may write.
     width: int = 0
+    room: int = 0
     first: NDArray[np.int64] | None = None
 
 

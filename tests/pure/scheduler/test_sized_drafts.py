@@ -47,7 +47,7 @@ def run(drafts: SizedBudget, rows: int, acceptance: float, steps: int, seconds: 
             drafts=DraftTally(compared, equal),
         )
         now_s += took_s
-        drafts.learn(StepWork(decode_rows=rows, draft_tokens=tokens), result)
+        drafts.learn(StepWork(decode_rows=rows), result, tokens)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])

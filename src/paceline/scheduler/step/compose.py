@@ -500,7 +500,6 @@ class Composer:
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
                 swap_blocks=len(swap_out.block) + len(swap_in.block),
-                draft_tokens=draft.draft_tokens,
             ),
             draft_width=draft.draft_width,
             draft_tokens=draft.draft_tokens,
@@ -520,6 +519,7 @@ class Composer:
             pads=() if filling is None else tuple(draft.pads.items()),
             filling=filling,
             width=draft.draft_width,
+            room=draft.draft_tokens,
             first=draft.first,
         )
         state.flights.append(flight)
