@@ -6,7 +6,7 @@ Memory that no row owns is NaN in every case, so that whatever a kernel reads be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -137,7 +137,8 @@ def check_decode(
     out = torch.full_like(query, float("nan"))
     log_sum = torch.full((slots, shape.heads), float("nan"), device=device)
     plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
-    plan_decode(plan, slot_rows, all_lengths, window=window)
+    plan = replace(plan, window=window)
+    plan_decode(plan, slot_rows, all_lengths)
     partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     scale = shape.head_dim**-0.5
     decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning)
@@ -183,13 +184,12 @@ def check_wide_decode(
     out = torch.full_like(query, float("nan"))
     log_sum = torch.full((total + 2, shape.heads), float("nan"), device=device)
     plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
-    plan_decode(plan, slot_rows, all_lengths, window=window, queries=queries)
+    plan = replace(plan, queries=queries, window=window)
+    plan_decode(plan, slot_rows, all_lengths)
     sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     partials = allocate_partials(plan, **sizes, width=width)
     scale = shape.head_dim**-0.5
-    decode_attention(
-        out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning, queries=queries, window=window
-    )
+    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning)
     for slot, row in enumerate(order.tolist()):
         part = slice(firsts[slot], firsts[slot] + counts[slot])
         if counts[slot]:
@@ -209,7 +209,8 @@ def check_plan(lengths: Sequence[int], device: str, *, window: int = 0, target: 
     rows = torch.randperm(slots).to(torch.int32)
     columns = torch.zeros(slots, dtype=torch.int32)
     columns[rows.long()] = torch.tensor(lengths, dtype=torch.int32)
-    plan_decode(plan, rows.to(device), columns.to(device), window=window)
+    plan = replace(plan, window=window)
+    plan_decode(plan, rows.to(device), columns.to(device))
     num_items, num_partials, chunk = plan.counts.tolist()
     assert num_items <= plan.max_items and num_partials <= plan.max_partials
     covered: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(slots)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import DRAFT_KINDS, draft_depth
@@ -27,7 +28,7 @@ from paceline.runner.gpu.kernels.draft_layout import (
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, NOT_FINITE, RowColumns, StepTokens
-from paceline.runner.gpu.kernels.verify import VerifiedTokens, verify
+from paceline.runner.gpu.kernels.verify import DrawnBehind, VerifiedTokens, verify
 
 LONGEST_ROW = 300
 
@@ -57,6 +58,10 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
     return RowColumns(
         **{field.name: getattr(columns, field.name).clone().to(device) for field in fields(columns)}
     )
+
+
+def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
+    return {field.name: getattr(value, field.name).to(device) for field in fields(value)}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:
@@ -111,7 +116,7 @@ def check_answers(device: str, *, rows: int, acceptance: float) -> float:
     return sum(right) / len(right)
 
 
-def limits_of(width: int, tokens: int, floor: float, trust: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def limits_of(width: int, tokens: int, floor: float, trust: NDArray[np.float64]) -> Tensor:
     words = np.zeros(NUM_LIMITS, np.int32)
     words[WIDTH], words[TOKENS] = width, tokens
     words[FLOOR] = np.float32(floor).view(np.int32)
@@ -160,7 +165,7 @@ def check_layout(device: str, *, rows: int, width: int, limit: int, budget: int,
     slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary)
     trust = np.round(np.random.default_rng(rows + budget).uniform(0.0, 1.0, DRAFT_KINDS), 3)
     trust[::5] = 1.0
-    there = Proposals(**{field.name: getattr(made, field.name).to(device) for field in fields(made)})
+    there = Proposals(**_sent(made, device))
     tables = [_draw(1, 500, rows, -(-LONGEST_ROW // BLOCK_SIZE) + 1) for _ in range(2)]
     num_tokens = rows + budget + 5
     layout = allocate_layout(slots, num_tokens, device)
@@ -212,7 +217,8 @@ def reference_verify(
 ) -> tuple[list[tuple[int, int, int, list[int]]], list[int]]:
     """The definition, slot by slot: changes `rows` and `fate`; returns code, count, verified, tokens, and a tally."""
     ids, chosen, finite = (column.tolist() for column in drawn)
-    report, tally = [], [0] * (2 * DRAFT_KINDS)
+    report: list[tuple[int, int, int, list[int]]] = []
+    tally = [0] * (2 * DRAFT_KINDS)
     for slot, row in enumerate(slot_rows.tolist()):
         count, first, kind = int(layout.count[slot]), int(layout.first[slot]), int(made.kind[slot])
         if not count:
@@ -274,19 +280,17 @@ def check_verify(device: str, *, rows: int, width: int) -> None:
         tokens=torch.full((width + 1, slots), -9, dtype=torch.int32, device=device),
         tally=torch.zeros(2 * DRAFT_KINDS, dtype=torch.int32, device=device),
     )
-    on_device = [
-        type(value)(**{field.name: getattr(value, field.name).to(device) for field in fields(value)})
-        for value in (layout, made)
-    ]
-    columns = [column.to(device) for column in (slot_rows, ids, chosen, finite)]
-    verify(there, fate_there, report, *on_device, *columns)
+    placed = DraftLayout(**_sent(layout, device))
+    drawn = DrawnBehind(ids=ids.to(device), chosen=chosen.to(device), finite=finite.to(device))
+    proposals = Proposals(**_sent(made, device))
+    verify(there, fate_there, report, placed, proposals, slot_rows.to(device), drawn)
     expected, tally = reference_verify(host, fate, layout, made, slot_rows, [ids, chosen, finite])
     for slot, (code, count, verified, tokens) in enumerate(expected):
         found = (int(report.code[slot]), int(report.count[slot]), int(report.verified[slot]))
         assert found == (code, count, verified)
         assert report.tokens[:, slot].tolist() == tokens + [0] * (width + 1 - count)
     assert report.tally.tolist() == tally and sum(tally) > 0
-    for field in fields(replace(host)):
+    for field in fields(host):
         assert torch.equal(getattr(there, field.name).cpu(), getattr(host, field.name)), field.name
     assert torch.equal(fate_there.cpu(), fate)
     assert max(count for _, count, _, _ in expected) > min(width, 3), "no chain was long"

@@ -72,7 +72,8 @@ def generate(
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
     maker = ScriptedMaker(checkpoint.spec.vocab_size)
     engine = build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
-    random, found = np.random.default_rng(0), {}
+    random = np.random.default_rng(0)
+    found: dict[int, list[int]] = {}
     for length, given in zip(LENGTHS, params, strict=False):
         found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), given)}
     while engine.has_requests or not engine.is_idle:

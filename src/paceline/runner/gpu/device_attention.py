@@ -122,9 +122,16 @@ class DeviceAttention:
         if slots:
             for window, largest in zip(self._windows, self._plans, strict=True):
                 items = largest.items[: slots + chunks]
-                plan = replace(largest, num_slots=slots, target_chunks=chunks, items=items)
+                plan = replace(
+                    largest,
+                    num_slots=slots,
+                    target_chunks=chunks,
+                    items=items,
+                    queries=queries,
+                    window=window,
+                )
                 shared = prefix.tokens if prefix is not None and not window else None
-                plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared, queries=queries)
+                plan_decode(plan, slot_rows[:slots], visible, shared=shared)
                 plans.append(plan)
         tiles = None
         if spans is not None:
@@ -136,7 +143,7 @@ class DeviceAttention:
             shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
             plan_prefill(shared_tiles, prefix.span)
             self._shared_log_sum[:slots].fill_(float("-inf"))  # of rows that share nothing
-        return StepPlans(shape, tuning, plans, tiles, shared_tiles, queries)
+        return StepPlans(shape, tuning, plans, tiles, shared_tiles)
 
     def attend(
         self, step: StepPlans, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
@@ -152,7 +159,7 @@ class DeviceAttention:
         )
         scale = spec.softmax_scale
         if slots:
-            decoding = slots if step.queries is None else tokens
+            decoding = slots if step.plans[group].queries is None else tokens
             decode_attention(
                 out[:decoding],
                 log_sum[:decoding],
@@ -162,8 +169,6 @@ class DeviceAttention:
                 self._partials,
                 scale=scale,
                 tuning=step.tuning,
-                queries=step.queries,
-                window=self._windows[group],
             )
             if step.shared_tiles is not None and not self._windows[group]:
                 self._add_shared(step.shared_tiles, query[:slots], kv, out[:slots], log_sum[:slots])
@@ -202,4 +207,3 @@ class StepPlans:
     plans: list[DecodePlan]
     tiles: PrefillPlan | None
     shared_tiles: PrefillPlan | None
-    queries: RowQueries | None

@@ -1,4 +1,4 @@
-"""Drafts on the device: columns and buffers, what a step with drafts launches around its forward pass, its report.
+"""Drafts on the device: columns and buffers, what a step with drafts launches around its forward pass.
 
 A step makes its own drafts: guesses from what the rows have, the choice of those that are verified, their tokens behind
 the last one of each row; then the forward pass; then what of it counts. So steps without drafts know nothing of all
@@ -8,32 +8,14 @@ Decision: docs/decisions/0040-drafts-on-the-gpu.md.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import ORACLE, DraftConfig
-from paceline.core.guide import Guide
-from paceline.core.plan import (
-    AT_LENGTH,
-    DRAFT_KINDS,
-    EMPTY,
-    RUNNING_ON,
-    STOPPED,
-    DraftTally,
-    RowJoins,
-    StepPlan,
-    StepResult,
-    StepTimes,
-)
+from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import PARTLY
-from paceline.runner.gpu.device_queue import Mark
-from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
 from paceline.runner.gpu.kernels.draft_layout import (
     FLOOR,
@@ -47,17 +29,15 @@ from paceline.runner.gpu.kernels.draft_layout import (
     write_drafted_tokens,
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
-from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens
-from paceline.runner.gpu.kernels.verify import VerifiedTokens, verify
+from paceline.runner.gpu.kernels.step_rows import StepTokens
+from paceline.runner.gpu.kernels.verify import DrawnBehind, VerifiedTokens, verify
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
 PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
-# By what kernels report; what rows with unusable numbers have does not matter.
-CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)
-_COLUMNS = 3  # of a report, before its tokens
+REPORT_COLUMNS = 3  # of a report, before its tokens
 
 
 class DeviceDrafts:
@@ -87,14 +67,14 @@ class DeviceDrafts:
         self._made = allocate_proposals(slots, width, device)
         self.layout = allocate_layout(slots, max_tokens, device)
         # The report, as it goes to the host in one copy: code, count, drafts, tokens [width + 1] of each slot; tally.
-        size = (_COLUMNS + width + 1) * slots + 2 * DRAFT_KINDS
+        size = (REPORT_COLUMNS + width + 1) * slots + 2 * DRAFT_KINDS
         self.report = torch.zeros(size, dtype=torch.int32, device=device)
         columns = self.report[: -2 * DRAFT_KINDS].view(-1, slots)
         self._verified = VerifiedTokens(
             code=columns[0],
             count=columns[1],
             verified=columns[2],
-            tokens=columns[_COLUMNS:],
+            tokens=columns[REPORT_COLUMNS:],
             tally=self.report[-2 * DRAFT_KINDS :],
         )
         self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -165,7 +145,7 @@ class DeviceDrafts:
             width=queries_of(self.width),
         )
 
-    def take(self, slot_rows: Tensor, ids: Tensor, chosen: Tensor, finite: Tensor) -> Tensor:
+    def take(self, slot_rows: Tensor, drawn: DrawnBehind) -> Tensor:
         """Rows take the tokens that count; returns the first of each slot."""
         verify(
             self._memory.columns,
@@ -174,9 +154,7 @@ class DeviceDrafts:
             self.layout,
             self._made,
             slot_rows,
-            ids,
-            chosen,
-            finite,
+            drawn,
         )
         return self._verified.tokens[0, : len(slot_rows)]
 
@@ -184,42 +162,3 @@ class DeviceDrafts:
 def queries_of(width: int) -> int:
     """Queries of a row that attention is launched for, where it has so many drafts: a power of two."""
     return 1 << width.bit_length()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DraftedPending:
-    """A submitted step with drafts."""
-
-    seq: int
-    batch: DeviceBatch
-    width: int  # most drafts of a row, as planned; 0: they were only compared
-    ring: I32
-    max_slots: int
-    swapped: Callable[[], I32]
-    started_s: float
-    done: Mark
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        return None  # no row has one: such steps have no drafts
-
-    def wait(self) -> StepResult:
-        self.done.wait()
-        count = len(self.batch.decode)
-        words = self.ring.copy()  # the next step but one writes there
-        columns = words[: -2 * DRAFT_KINDS].reshape(-1, self.max_slots)[:, :count]
-        code, number, verified = columns[:_COLUMNS]
-        compared, equal = words[-2 * DRAFT_KINDS :].reshape(2, DRAFT_KINDS)
-        known = np.maximum(code, 0)
-        return StepResult(
-            seq=self.seq,
-            rows=self.batch.decode.astype(np.int32),
-            generation=self.batch.generation,
-            tokens=np.ascontiguousarray(columns[_COLUMNS : _COLUMNS + self.width + 1].T),
-            count=number,
-            finished=CODES[known],
-            finite=known != NOT_FINITE,
-            copies_done=self.swapped(),
-            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            verified=verified if self.width else EMPTY,
-            drafts=DraftTally(compared, equal) if compared.any() else None,
-        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -25,14 +24,12 @@ from paceline.core.plan import (
     GuideWork,
     RowLogprobs,
     StepPlan,
-    StepResult,
-    StepTimes,
 )
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefix
-from paceline.runner.gpu.device_drafts import CODES, DeviceDrafts, DraftedPending, queries_of
+from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
@@ -57,69 +54,11 @@ from paceline.runner.gpu.graphs import (
 )
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
-from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kernels.step_rows import StepTokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
+from paceline.runner.gpu.pending import DraftedPending, GPUPending
 from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling.sampler import prompt_logprobs
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GPUPending:
-    """A submitted step."""
-
-    seq: int
-    batch: DeviceBatch
-    ring: NDArray[np.int32]
-    swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
-    started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
-    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
-    logprobs: tuple[RowLogprobs, ...] = ()
-    guided: GuideWork | None = None
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        if self.done is None:  # else no row with a guide gets a token in this step
-            self.done, self.logprobs, self.guided = self.draw(guides)
-
-    def wait(self) -> StepResult:
-        assert self.done is not None, "rows with guides draw when these have come"
-        self.done.wait()
-        batch = self.batch
-        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
-        token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
-        took_part = code >= 0
-        known = np.where(took_part, code, 0)
-        finite, finished = known != NOT_FINITE, CODES[known]
-        count = took_part.astype(np.int32)
-        token[~took_part] = 0
-        rows = batch.decode.astype(np.int32)
-        if len(batch.spans):
-            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
-            at = np.concatenate([np.arange(slots), slots + batch.finishing])
-            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
-            finished = _spread(finished, at, len(rows))
-            finite = _spread(finite, at, len(rows), True)
-        return StepResult(
-            seq=self.seq,
-            rows=rows,
-            generation=batch.generation,
-            tokens=token[:, None],
-            count=count,
-            finished=finished,
-            finite=finite,
-            copies_done=self.swapped(),
-            logprobs=self.logprobs,
-            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            guided=self.guided,
-        )
-
-
-def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
-    """Values at their places among rows of which some have none."""
-    whole = np.full(size, rest, values.dtype)
-    whole[at] = values
-    return whole
-
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
@@ -167,14 +106,8 @@ class GPURunner:
         self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
         self._drafts: DeviceDrafts | None = None
         if drafts is not None:
-            self._drafts = DeviceDrafts(
-                drafts,
-                memory,
-                vocab_size=spec.vocab_size,
-                max_tokens=max_drafted,
-                depth=config.depth,
-                device=device,
-            )
+            sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
+            self._drafts = DeviceDrafts(drafts, memory, device=device, **sizes)
         self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
@@ -483,7 +416,7 @@ class GPURunner:
         logits = self._decoder.logits(hidden, None)
         draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
         self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
-        first = drafts.take(slot_rows, tokens.ids, *self._sampler.drawn_behind(key.tokens))
+        first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
         if key.with_rules:
             self._sampler.note_first(slot_rows, first)
 

@@ -45,6 +45,7 @@ from paceline.runner.gpu.kernels.truncation import (
     allocate_floor_search,
     truncate,
 )
+from paceline.runner.gpu.kernels.verify import DrawnBehind
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.noise import key_of
 from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
@@ -233,9 +234,10 @@ class DeviceSampler:
         if with_rules:
             note_drawn(self._pool, self._rule_columns(slot_rows), drawn.token)
 
-    def drawn_behind(self, count: int) -> tuple[Tensor, Tensor]:
-        """What `sample` drew last: tokens, and whether their numbers are usable."""
-        return self._chosen[:count], self._finite[:count]
+    def drawn_behind(self, ids: Tensor) -> DrawnBehind:
+        """What `sample` drew last, behind these tokens."""
+        count = len(ids)
+        return DrawnBehind(ids=ids, chosen=self._chosen[:count], finite=self._finite[:count])
 
     def note_first(self, slot_rows: Tensor, tokens: Tensor) -> None:
         """Rows with penalties have drawn one token each; those of other rows do not matter."""

@@ -38,6 +38,17 @@ _BITS = tl.constexpr(16)  # of a count when several share one running sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowQueries:
+    """Where rows have several queries: which of the step's tokens are those of a slot. The last of them sees all of
+    its row, each one before it a token less."""
+
+    first: Tensor  # int32 [slots]
+    count: Tensor  # int32 [slots], `width` at most
+    lengths: Tensor  # int32 [rows]: what the last query of a row sees
+    width: int  # 2, 4, 8 or 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
     """Buffers of one work list. `num_slots` is the batch it is made for, `target_chunks` the G of the docstring."""
 
@@ -46,6 +57,8 @@ class DecodePlan:
     min_chunk: int
     items: Tensor  # int32 [num_slots + target_chunks, ITEM_WIDTH]
     counts: Tensor  # int32 [3]: items, partial results, tokens per chunk
+    queries: RowQueries | None = None  # None: each row has one
+    window: int = 0  # how many last tokens a query sees; 0: all
 
     @property
     def max_items(self) -> int:
@@ -71,31 +84,18 @@ def allocate_plan(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowQueries:
-    """Where rows have several queries: which of the step's tokens are those of a slot. The last of them sees all of
-    its row, each one before it a token less."""
-
-    first: Tensor  # int32 [slots]
-    count: Tensor  # int32 [slots], `width` at most
-    lengths: Tensor  # int32 [rows]: what the last query of a row sees
-    width: int  # 2, 4, 8 or 16
-
-
 def plan_decode(
     plan: DecodePlan,
     slot_rows: Tensor,
     lengths: Tensor,
     *,
-    window: int = 0,
     first: int = 0,
     shared: Tensor | None = None,
-    queries: RowQueries | None = None,
 ) -> None:
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
-    `window` is how many last tokens a query sees (0: all). `first` is where every row starts: a shared prefix of that
-    many tokens, whole blocks, is computed elsewhere. `shared` int32 [rows] says the same of each row.
+    `first` is where every row starts: a shared prefix of that many tokens, whole blocks, is computed elsewhere.
+    `shared` int32 [rows] says the same of each row.
     """
     assert first % BLOCK_SIZE == 0, "a shared prefix is whole blocks"
     _plan_kernel[(1,)](
@@ -106,12 +106,12 @@ def plan_decode(
         plan.num_slots,
         plan.target_chunks,
         plan.min_chunk,
-        window,
+        plan.window,
         first,
         lengths if shared is None else shared,
-        lengths if queries is None else queries.count,
+        lengths if plan.queries is None else plan.queries.count,
         HAS_SHARED=shared is not None,
-        HAS_QUERIES=queries is not None,
+        HAS_QUERIES=plan.queries is not None,
         MAX_SLOTS=256 if plan.num_slots <= 256 else max(1024, triton.next_power_of_2(plan.num_slots)),
         BLOCK=BLOCK_SIZE,
         ITEM=ITEM_WIDTH,
@@ -267,17 +267,15 @@ def decode_attention(
     *,
     scale: float,
     tuning: DecodeTuning | None = None,
-    queries: RowQueries | None = None,
-    window: int = 0,
 ) -> None:
     """`out` [slots, heads, head_dim] and natural `log_sum` [slots, heads] of `query` [slots, heads, head_dim].
 
-    A row without visible tokens gets zeros and minus infinity. With `queries`, the first size is that of the step's
-    tokens, and `window` is what the plan was made with.
+    A row without visible tokens gets zeros and minus infinity. Where rows have several queries, the first size is that
+    of the step's tokens.
     """
     tuning = tuning or decode_tuning(plan.num_slots)
     heads, head_dim = query.shape[1], query.shape[2]
-    kv_heads = kv.keys.shape[1]
+    kv_heads, queries = kv.keys.shape[1], plan.queries
     width = 1 if queries is None else queries.width
     query_rows = max(_QUERY_ROWS, triton.next_power_of_2(heads // kv_heads * width))
     nothing = plan.counts  # where a row has one query, none of these is read
@@ -303,7 +301,7 @@ def decode_attention(
         query.stride(0),
         out.stride(0),
         kv.block_table.stride(0),
-        window,
+        plan.window,
         scale * _LOG2E,
         HEAD_DIM=head_dim,
         GROUP=heads // kv_heads,
@@ -355,12 +353,7 @@ def _attend_kernel(
     head = tl.program_id(0) % KV_HEADS
     # The item is read before it is known to exist, so that its loads do not wait for the count.
     fields = items + item * ITEM
-    slot = tl.load(fields).to(tl.int64)
-    row = tl.load(fields + 1).to(tl.int64)
-    start = tl.load(fields + 2)
-    end = tl.load(fields + 3)
-    visible_from = tl.load(fields + 4)
-    partial = tl.load(fields + 5)
+    slot, row, start, end, visible_from, partial = _item(fields)
     exists = item < tl.load(counts)
     table = block_table + row * table_stride
     # The block id of a tile is loaded one turn ahead: a load that depends on a load of the same turn would halve
@@ -374,23 +367,20 @@ def _attend_kernel(
     in_group = tl.arange(0, QUERY_ROWS)
     in_tile = tl.arange(0, TILE)
     in_head = tl.arange(0, HEAD_DIM)
+    # Heads of the row's first query, then those of its second, ...
+    heads = head * GROUP + (in_group if WIDTH == 1 else in_group % GROUP)
     if WIDTH == 1:
         number = 1
-        heads = head * GROUP + in_group
         is_query = in_group < GROUP
         first_token = slot
-        token = slot
         query_row = slot * query_stride
-    else:  # the heads of the row's first query, those of its second, ...
+    else:
         number = tl.load(query_counts + slot)
-        of_row = in_group // GROUP
-        heads = head * GROUP + in_group % GROUP
-        is_query = of_row < number
+        is_query = in_group // GROUP < number
         first_token = tl.load(query_firsts + slot).to(tl.int64)
-        token = first_token + of_row
+        token = first_token + in_group // GROUP
         query_row = (token * query_stride)[:, None]
-        sees = tl.load(lengths + row) - number + 1 + of_row
-        sees_from = tl.where(window > 0, sees - window, 0)
+        sees = tl.load(lengths + row) - number + 1 + in_group // GROUP
     into = heads[:, None] * HEAD_DIM + in_head[None, :]
     q = as_factor(tl.load(query + query_row + into, mask=is_query[:, None], other=0.0), keys.dtype.element_ty)
     tile_at = in_tile[:, None] * HEAD_DIM + in_head[None, :]
@@ -410,15 +400,9 @@ def _attend_kernel(
         base = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM) + begin % BLOCK * HEAD_DIM
         k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
-        if WIDTH == 1:
-            scores = tl.where(visible[None, :], scores, float("-inf"))
-        else:
-            seen = (position[None, :] < sees[:, None]) & (position[None, :] >= sees_from[:, None])
-            scores = tl.where(visible[None, :] & seen, scores, float("-inf"))
-        # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
-        new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
-        shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
+        seen = visible[None, :] if WIDTH == 1 else _seen(position, visible, sees, window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak, shrink, weights = _weights(scores, peak)
         mass = mass * shrink + tl.sum(weights, 1)
         if NARROW:
             words = tl.load(values + base // 2 + word_at, mask=visible[:, None], other=0)
@@ -433,43 +417,71 @@ def _attend_kernel(
 
     if NARROW:
         acc = tl.reshape(tl.join(acc, second_acc), [QUERY_ROWS, HEAD_DIM])
-    is_empty = mass == 0.0
-    result = acc / tl.where(is_empty, 1.0, mass)[:, None]
-    log_mass = tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    QUERIES: tl.constexpr = GROUP * WIDTH  # of one kv head
+    result, log_mass = _normalised(acc, mass, peak)
     if partial < 0:
-        if WIDTH == 1:
-            out_row = slot * out_stride
-        else:
-            out_row = (token * out_stride)[:, None]
+        out_row = slot * out_stride if WIDTH == 1 else (token * out_stride)[:, None]
         tl.store(out + out_row + into, result.to(out.dtype.element_ty), mask=is_query[:, None])
-        tl.store(log_sum + token * HEADS + heads, log_mass, mask=is_query)
+        log_row = (slot if WIDTH == 1 else token) * (KV_HEADS * GROUP)
+        tl.store(log_sum + log_row + heads, log_mass, mask=is_query)
     else:
+        QUERIES: tl.constexpr = GROUP * WIDTH  # of one kv head
         partial_row = (partial.to(tl.int64) * KV_HEADS + head) * QUERIES + in_group
-        partial_at = partial_row[:, None] * HEAD_DIM + in_head[None, :]
-        tl.store(partial_out + partial_at, result, mask=is_query[:, None])
-        tl.store(partial_log_sum + partial_row, log_mass, mask=is_query)
-        tl.debug_barrier()  # the stores of every thread come before the one that announces them
-        number_of_chunks = tl.load(fields + 6)
+        _store_part(partial_out, partial_log_sum, partial_row, in_head, result, log_mass, is_query)
+        chunks = tl.load(fields + 6)
         counter = arrived + slot * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == number_of_chunks - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
             tl.store(counter, 0)
             first_partial = (tl.load(fields + 7).to(tl.int64) * KV_HEADS + head) * QUERIES
+            parts, logs = partial_out + first_partial * HEAD_DIM, partial_log_sum + first_partial
             for index in range(number):
                 out_at = out + (first_token + index) * out_stride + head * GROUP * HEAD_DIM
-                log_at = log_sum + (first_token + index) * HEADS + head * GROUP
-                _merge(
-                    out_at,
-                    log_at,
-                    partial_out,
-                    partial_log_sum,
-                    first_partial + index * GROUP,
-                    number_of_chunks,
-                    KV_HEADS * QUERIES,
-                    GROUP,
-                    HEAD_DIM,
-                )
+                log_at = log_sum + (first_token + index) * (KV_HEADS * GROUP) + head * GROUP
+                behind = index * GROUP
+                _merge(out_at, log_at, parts, logs, behind, chunks, KV_HEADS * QUERIES, GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _item(fields):
+    slot = tl.load(fields).to(tl.int64)
+    row = tl.load(fields + 1).to(tl.int64)
+    return (
+        slot,
+        row,
+        tl.load(fields + 2),
+        tl.load(fields + 3),
+        tl.load(fields + 4),
+        tl.load(fields + 5),
+    )
+
+
+@triton.jit
+def _seen(position, visible, sees, window):
+    """Which tokens each query of a row sees."""
+    first = tl.where(window > 0, sees - window, 0)
+    is_seen = (position[None, :] < sees[:, None]) & (position[None, :] >= first[:, None])
+    return visible[None, :] & is_seen
+
+
+@triton.jit
+def _weights(scores, peak):
+    # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
+    new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+    return new_peak, tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
+
+
+@triton.jit
+def _store_part(partial_out, partial_log_sum, at, in_head, result, log_mass, is_query):
+    into = at[:, None] * result.shape[1] + in_head[None, :]
+    tl.store(partial_out + into, result, mask=is_query[:, None])
+    tl.store(partial_log_sum + at, log_mass, mask=is_query)
+    tl.debug_barrier()  # the stores of every thread come before the one that announces them
+
+
+@triton.jit
+def _normalised(acc, mass, peak):
+    is_empty = mass == 0.0
+    result = acc / tl.where(is_empty, 1.0, mass)[:, None]
+    return result, tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
 
 
 @triton.jit
@@ -484,7 +496,7 @@ def _merge(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """The partial results of one query and kv head, `number` of them from `first` on, into `out` and `log_sum`."""
+    """The `number` partial results of one query and kv head, from `first` on, into `out` and `log_sum`."""
     LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     CHUNKS: tl.constexpr = 16 if GROUP <= 2 else 8
     in_group = tl.arange(0, LANES)
@@ -495,7 +507,7 @@ def _merge(
     acc = tl.zeros([LANES, HEAD_DIM], tl.float32)
     for begin in range(0, number, CHUNKS):
         chunk = begin + tl.arange(0, CHUNKS)
-        at = first + chunk[:, None] * STRIDE + in_group[None, :]
+        at = first + chunk[:, None].to(tl.int64) * STRIDE + in_group[None, :]
         mask = (chunk < number)[:, None] & is_head[None, :]
         # Past the first cache, which may hold what lay here before.
         logs = tl.load(partial_log_sum + at, mask=mask, other=float("-inf"), cache_modifier=".cg")

@@ -38,6 +38,15 @@ class VerifiedTokens:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnBehind:
+    """The tokens of a step, what was drawn behind each, and whether the numbers it was drawn from are usable."""
+
+    ids: Tensor  # int32 [tokens]
+    chosen: Tensor  # int32 [tokens]
+    finite: Tensor  # uint8 [tokens]
+
+
 def verify(
     rows: RowColumns,
     fate: Tensor,
@@ -45,12 +54,10 @@ def verify(
     layout: DraftLayout,
     proposals: Proposals,
     slot_rows: Tensor,
-    ids: Tensor,
-    chosen: Tensor,
-    finite: Tensor,
+    drawn: DrawnBehind,
 ) -> None:
-    """Takes what was drawn behind the step's tokens `ids`, `chosen` int32 and `finite` uint8 [tokens], into the rows of
-    `slot_rows` [slots], and reports it. `fate` int32 [rows] gets how each row's drafts fared."""
+    """Takes what was drawn into the rows of `slot_rows` [slots], and reports it. `fate` int32 [rows] gets how each
+    row's drafts fared."""
     slots, most = slot_rows.shape[0], proposals.guess.shape[1]
     assert rows.tokens.stride(1) == 1 and report.tokens.shape[0] == most + 1
     _verify_kernel[(triton.cdiv(slots, _PER_PROGRAM),)](
@@ -70,9 +77,9 @@ def verify(
         proposals.kind,
         proposals.guess,
         slot_rows,
-        ids,
-        chosen,
-        finite,
+        drawn.ids,
+        drawn.chosen,
+        drawn.finite,
         rows.tokens.stride(0),
         report.tokens.stride(0),
         slots,
