@@ -418,13 +418,13 @@ def _attend_kernel(
     if NARROW:
         acc = tl.reshape(tl.join(acc, second_acc), [QUERY_ROWS, HEAD_DIM])
     result, log_mass = _normalised(acc, mass, peak)
+    QUERIES: tl.constexpr = GROUP * WIDTH  # of one kv head
     if partial < 0:
         out_row = slot * out_stride if WIDTH == 1 else (token * out_stride)[:, None]
         tl.store(out + out_row + into, result.to(out.dtype.element_ty), mask=is_query[:, None])
         log_row = (slot if WIDTH == 1 else token) * (KV_HEADS * GROUP)
         tl.store(log_sum + log_row + heads, log_mass, mask=is_query)
     else:
-        QUERIES: tl.constexpr = GROUP * WIDTH  # of one kv head
         partial_row = (partial.to(tl.int64) * KV_HEADS + head) * QUERIES + in_group
         _store_part(partial_out, partial_log_sum, partial_row, in_head, result, log_mass, is_query)
         chunks = tl.load(fields + 6)
@@ -432,7 +432,8 @@ def _attend_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
             tl.store(counter, 0)
             first_partial = (tl.load(fields + 7).to(tl.int64) * KV_HEADS + head) * QUERIES
-            parts, logs = partial_out + first_partial * HEAD_DIM, partial_log_sum + first_partial
+            parts = partial_out + first_partial * HEAD_DIM
+            logs = partial_log_sum + first_partial
             for index in range(number):
                 out_at = out + (first_token + index) * out_stride + head * GROUP * HEAD_DIM
                 log_at = log_sum + (first_token + index) * (KV_HEADS * GROUP) + head * GROUP
