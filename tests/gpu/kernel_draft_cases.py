@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import DRAFT_KINDS, draft_depth
-from paceline.runner.drafts import MISSED, PARTLY, WHOLLY, RowText
+from paceline.runner.drafts import FATES, MISSED, OF_HISTORY, PARTLY, THREE, WHOLLY, History, RowText
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
     FLOOR,
     NO_KIND,
@@ -294,3 +295,42 @@ def check_verify(device: str, *, rows: int, width: int) -> None:
         assert torch.equal(getattr(there, field.name).cpu(), getattr(host, field.name)), field.name
     assert torch.equal(fate_there.cpu(), fate)
     assert max(count for _, count, _, _ in expected) > min(width, 3), "no chain was long"
+
+
+def check_history(device: str, *, rows: int, size: int, exact: bool) -> None:
+    """Earlier texts are found where `History` finds them, by rows of the same number alone; `exact`: of equal hashes
+    the last stays, as there."""
+    vocabulary, width = 5, 6
+    earlier, host = (random_rows(rows, vocabulary=vocabulary) for _ in range(2))
+    texts = torch.randint(1, 3, (rows,), dtype=torch.int64)
+    ring, history = allocate_ring(size, device), History(size)
+    before, there = moved(earlier, device), moved(host, device)
+    for row in range(rows):
+        remember(ring, before, texts.to(device), row)
+        length = int(earlier.length[row])
+        if not earlier.active[row] and length:  # it has ended
+            history.add(earlier.tokens[row, :length].numpy().astype(np.int64), int(texts[row]))
+    slot_rows = torch.randperm(rows).to(torch.int32)
+    into = allocate_proposals(rows, width, device)
+    ones = torch.ones(rows, dtype=torch.int32, device=device)
+    trust = limits_of(width, 0, 0.0, np.full(DRAFT_KINDS, 0.5)).to(device)
+    columns = DraftColumns(may_draft=ones, fate=ones)
+    propose_history(into, there, columns, slot_rows.to(device), ring, texts.to(device), trust)
+    num_found = 0
+    kept = ring.tokens.tolist()
+    owners = ring.owners.tolist()
+    for slot, row in enumerate(slot_rows.tolist()):
+        said = host.tokens[row, : int(host.length[row])].tolist()
+        place, agreed = history.find(said, int(texts[row])) if host.active[row] else (0, 0)
+        guess = history.guess(place, width) if place else []
+        number = int(into.number[slot])
+        found = into.guess[slot, :number].tolist()
+        if exact:
+            assert found == guess
+            kind = OF_HISTORY + min(agreed - THREE, 3) * FATES + 1 if guess else NO_KIND
+            assert int(into.kind[slot]) == kind
+        num_found += bool(number)
+        if number:  # its own number's text goes on like that
+            spots = [at for at in range(THREE, size - number) if kept[at : at + number] == found]
+            assert any(kept[at - THREE : at] == said[-THREE:] and owners[at] == texts[row] for at in spots)
+    assert num_found > rows // 4, "nothing was found"

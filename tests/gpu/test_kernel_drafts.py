@@ -17,6 +17,11 @@ def test_ngrams_are_those_of_the_cpu(rows: int, vocabulary: int, width: int) -> 
     cases.check_ngrams("cuda", rows=rows, vocabulary=vocabulary, width=width)
 
 
+@pytest.mark.parametrize("size", [1 << 15, 1 << 12])
+def test_earlier_texts_are_found_by_their_tenant_alone(size: int) -> None:
+    cases.check_history("cuda", rows=300, size=size, exact=False)
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.8, 1.0])
 def test_answers_are_spoilt_at_the_given_rate(acceptance: float) -> None:
     assert abs(cases.check_answers("cuda", rows=1500, acceptance=acceptance) - acceptance) < 0.05

@@ -7,6 +7,7 @@ logprobs, and the host plans ahead.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,18 +23,22 @@ if reason := reason_to_skip():
 
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.counters import Counters
-from paceline.core.plan import Runner
+from paceline.core.plan import DraftTally, Runner
 from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.files.open import open_checkpoint
+from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu import device_drafts
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
+from paceline.scheduler.draft_budget import DraftBudget
 from paceline.scheduler.invariants import InvariantChecker
 from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
 
 LENGTHS = (5, 70, 12)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48)
 PLAIN = (
     SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=12, temperature=0.8, seed=3),
@@ -47,21 +52,11 @@ class QuickRunner(GPURunner):
         self._decoder._is_plain = False
 
 
-def generate(
-    folder: Path,
-    params: tuple[SamplingParams, ...],
-    drafts: DraftConfig | None,
-    *,
-    depth: int = 1,
-) -> tuple[list[list[int]], Counters]:
-    """Tokens by request; `drafts` on the GPU's runner, None: the CPU without any."""
-    checkpoint = open_checkpoint(folder, load_format="dummy")
+def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: int) -> Engine:
+    """`drafts` on the GPU's runner, None: the CPU without any."""
+    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=256, drafts=drafts)
     config = EngineConfig(
-        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
-        scheduler=SchedulerConfig(
-            max_num_seqs=3, max_num_batched_tokens=48, max_model_len=256, drafts=drafts
-        ),
-        depth=depth,
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)), scheduler=scheduler, depth=depth
     )
     ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
     runner: Runner
@@ -71,17 +66,30 @@ def generate(
     else:
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
     maker = ScriptedMaker(checkpoint.spec.vocab_size)
-    engine = build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
-    random = np.random.default_rng(0)
+    return build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
+
+
+def finish(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Tokens by request."""
     found: dict[int, list[int]] = {}
-    for length, given in zip(LENGTHS, params, strict=False):
-        found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), given)}
+    for prompt, params in requests:
+        found |= {number: [] for number in engine.add(prompt, params)}
     while engine.has_requests or not engine.is_idle:
         for batch in engine.step_overlapped().tokens:
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
-    return list(found.values()), engine.scheduler.state.counters
+    return list(found.values())
+
+
+def generate(
+    folder: Path, params: tuple[SamplingParams, ...], drafts: DraftConfig | None, *, depth: int = 1
+) -> tuple[list[list[int]], Counters]:
+    engine = make_engine(open_checkpoint(folder, load_format="dummy"), drafts, depth=depth)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 512, length).tolist() for length in LENGTHS]
+    found = finish(engine, list(zip(prompts, params, strict=False)))
+    return found, engine.scheduler.state.counters
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +105,27 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def test_ngrams_change_no_token(folder: Path, expected: list[list[int]]) -> None:
-    found, counters = generate(folder, PLAIN, DraftConfig(method="ngram", width=3))
+    """With sizes of steps that all take the same, room is made for what may be right."""
+    config = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=(0.01,) * len(SIZES))
+    found, counters = generate(folder, PLAIN, config)
     assert found == expected
     assert counters.accepted_tokens >= 5, "no draft was right, or this test says nothing"
+
+
+def test_drafts_that_do_not_pay_are_only_compared(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_drafts, "PROBE_EVERY", 3)
+    learnt: list[DraftTally] = []
+    monkeypatch.setattr(DraftBudget, "learn_drafts", lambda self, tally: learnt.append(tally))
+    config = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=tuple(map(float, SIZES)))
+    found, counters = generate(folder, PLAIN[:1], config)
+    assert found == expected[:1]
+    assert counters.draft_tokens == 0
+    steps = len(found[0]) - 1
+    compared = sum(int(tally.compared.sum()) for tally in learnt)
+    assert steps // 3 - 1 <= compared <= steps // 3
+    assert sum(int(tally.equal.sum()) for tally in learnt) > 0
 
 
 @pytest.mark.parametrize("acceptance", [1.0, 0.5])
@@ -114,6 +140,21 @@ def test_answers_known_before_come_in_fewer_steps(
     assert found == expected
     assert counters.accepted_tokens >= 5
     assert (counters.draft_tokens == counters.accepted_tokens) == (acceptance == 1.0)
+
+
+def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
+    """Where a row has said nothing twice, only another row's text can be right: the same request, one later."""
+    one = SamplingParams(max_tokens=10, temperature=0.8, seed=5, ignore_eos=True)
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    found, right = [], []
+    for method in ("history", "ngram"):
+        engine = make_engine(checkpoint, DraftConfig(method=method, width=4), depth=1)
+        for _ in range(2):
+            (tokens,) = finish(engine, [(list(range(20, 32)), one)])
+            found.append(tokens)
+        right.append(engine.scheduler.state.counters.accepted_tokens)
+    assert found == [found[0]] * 4
+    assert right[0] >= 4 and right[1] == 0
 
 
 def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:

@@ -29,6 +29,11 @@ def test_answers_are_spoilt_at_the_given_rate() -> None:
     assert 0.5 < cases.check_answers("cpu", rows=150, acceptance=0.7) < 0.9
 
 
+def test_earlier_texts_are_found_as_on_the_cpu() -> None:
+    cases.check_history("cpu", rows=60, size=8192, exact=True)
+    cases.check_history("cpu", rows=60, size=1024, exact=True)  # most have been written over
+
+
 @pytest.mark.parametrize("budget", [0, 1, 17, 40, 400])
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 def test_the_likeliest_drafts_are_laid_out(budget: int, floor: float) -> None:

@@ -449,7 +449,7 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding: off, auto, ngram, history (on a GPU as ngram), or a JSON object with method and "
+        "speculative decoding: off, auto, ngram, history, or a JSON object with method and "
         "num_speculative_tokens",
         metavar="METHOD|JSON",
     )

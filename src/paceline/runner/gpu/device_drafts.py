@@ -17,6 +17,7 @@ from paceline.config.engine import ORACLE, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import PARTLY
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
+from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
     FLOOR,
     NUM_LIMITS,
@@ -63,6 +64,8 @@ class DeviceDrafts:
                 vocabulary=vocab_size,
                 acceptance=config.acceptance,
             )
+        self._ring = allocate_ring(device=device) if config.method == "history" else None
+        self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
         self._made = allocate_proposals(slots, width, device)
         self.layout = allocate_layout(slots, max_tokens, device)
@@ -90,6 +93,8 @@ class DeviceDrafts:
         may_draft = [not uses_penalties(params) for params in joins.sampling]
         memory.put("may_draft", at, np.array(may_draft, np.int32))
         memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
+        if self._ring is not None:
+            memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
         if self._answers is None:
             return
         columns = zip(at.tolist(), joins.num_prompt.tolist(), joins.sampling, strict=True)
@@ -98,6 +103,15 @@ class DeviceDrafts:
             answer = answer[: memory["answers"].width - num_prompt]
             memory.put_tokens(row, answer, "answers", num_prompt)
             memory.put("answer_end", np.array([row]), [num_prompt + len(answer) if len(answer) else 0])
+
+    def leave(self, rows: list[int]) -> None:
+        """Rows lose their owners: texts that have come to their end are kept."""
+        if self._ring is not None:
+            texts = self._memory.wide("texts", torch.int64)
+            for row in rows:
+                if row not in self.failed:
+                    remember(self._ring, self._memory.columns, texts, row)
+        self.failed.difference_update(rows)
 
     def is_due(self, plan: StepPlan) -> bool:
         """Whether the step of a plan makes drafts: it verifies some, or only compares them now and then, so that trust
@@ -116,6 +130,10 @@ class DeviceDrafts:
         if not np.array_equal(self._memory["draft_limits"].host[:, 0], words):
             self._memory.put("draft_limits", slice(0, NUM_LIMITS), words)
 
+    def warm_up(self) -> None:
+        """Launch what no step does: the dummy row has no text."""
+        self.leave([self._memory.dummy_row])
+
     # -- a step ------------------------------------------------------------------------------------------------
 
     def lay_out(self, into: StepTokens, visible: Tensor, slot_rows: Tensor, num_tokens: int) -> RowQueries:
@@ -127,6 +145,9 @@ class DeviceDrafts:
         else:
             propose_answers(made, rows, self._columns, slot_rows, self._answers)
         limits, tally = memory.column("draft_limits"), self._verified.tally
+        if self._ring is not None:
+            texts = memory.wide("texts", torch.int64)
+            propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
         write_drafted_tokens(
             into,

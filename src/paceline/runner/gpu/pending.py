@@ -45,6 +45,7 @@ class GPUPending:
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
+    failed: set[int] | None = None  # gets the rows whose numbers are not usable
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
         if self.done is None:  # else no row with a guide gets a token in this step
@@ -68,6 +69,8 @@ class GPUPending:
             token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
             finished = _spread(finished, at, len(rows))
             finite = _spread(finite, at, len(rows), True)
+        if self.failed is not None:
+            self.failed.update(rows[~finite].tolist())
         return StepResult(
             seq=self.seq,
             rows=rows,
@@ -99,6 +102,7 @@ class DraftedPending:
     width: int  # most drafts of a row, as planned; 0: they were only compared
     ring: I32
     max_slots: int
+    failed: set[int]
     swapped: Callable[[], I32]
     started_s: float
     done: Mark
@@ -114,6 +118,7 @@ class DraftedPending:
         code, number, verified = columns[:REPORT_COLUMNS]
         compared, equal = words[-2 * DRAFT_KINDS :].reshape(2, DRAFT_KINDS)
         known = np.maximum(code, 0)
+        self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
         return StepResult(
             seq=self.seq,
             rows=self.batch.decode.astype(np.int32),

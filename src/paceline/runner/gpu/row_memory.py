@@ -74,6 +74,8 @@ class RowMemory:
         drafts = config.scheduler.drafts
         if drafts is not None:
             shapes |= {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+            if drafts.method == "history":
+                shapes["texts"] = (rows, 2)
             if drafts.method == ORACLE:
                 shapes |= {"answer_end": (rows, 1), "answers": shapes["tokens"]}
         starts, size = {}, 0

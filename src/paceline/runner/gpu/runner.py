@@ -167,6 +167,8 @@ class GPURunner:
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules in (False, True):
                 self._draw_step(DrawKey(slots, with_rules))
+        if self._drafts is not None:
+            self._drafts.warm_up()
         for keys in self._draft_keys:
             kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
             for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
@@ -269,6 +271,7 @@ class GPURunner:
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
                 started_s=started_s,
                 draw=partial(self._draw_late, ring, batch, draw),
+                failed=None if self._drafts is None else self._drafts.failed,
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, draw, {})
@@ -301,7 +304,10 @@ class GPURunner:
     def _apply(self, plan: StepPlan) -> None:
         rows, sampler, joins = self._rows, self._sampler, plan.joins
         if len(plan.leaves):
-            sampler.leave(plan.leaves.tolist())
+            leaving = plan.leaves.tolist()
+            sampler.leave(leaving)
+            if self._drafts is not None:
+                self._drafts.leave(leaving)
         rows.apply(plan)
         if not len(joins.row):
             return
@@ -398,6 +404,7 @@ class GPURunner:
             width=plan.draft_width,
             ring=ring.numpy(),
             max_slots=self.max_slots,
+            failed=drafts.failed,
             swapped=partial(self._swap_pool.completed, wait=False),
             started_s=started_s,
             done=self._queue.mark(),

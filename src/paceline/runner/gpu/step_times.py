@@ -38,6 +38,7 @@ class Drafting(Protocol):
 
     @property
     def draft_sizes(self) -> tuple[int, ...]: ...
+    def decode_seconds(self, slots: int) -> float: ...
     def drafted_seconds(self, num_tokens: int) -> float: ...
 
 
@@ -92,11 +93,11 @@ def measured_costs(
 
 
 def measured_drafts(runner: Drafting, drafts: DraftConfig) -> DraftConfig:
-    """`drafts` with what steps of each size take."""
-    seconds: list[float] = []
+    """`drafts` with what steps of each size take; the smallest is a single row, which has products of its own."""
+    seconds = [runner.decode_seconds(1)]
     for size in runner.draft_sizes:
-        seconds.append(max(runner.drafted_seconds(size), *seconds[-1:], 0.0))
-    return replace(drafts, sizes=runner.draft_sizes, seconds=tuple(seconds))
+        seconds.append(max(runner.drafted_seconds(size), seconds[-1]))
+    return replace(drafts, sizes=(1, *runner.draft_sizes), seconds=tuple(seconds))
 
 
 def device_preemption_costs(
