@@ -29,7 +29,7 @@ from paceline.runner.gpu.kernels.draft_layout import (
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, NOT_FINITE, RowColumns, StepTokens
-from paceline.runner.gpu.kernels.verify import DrawnBehind, VerifiedTokens, verify
+from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
 
 LONGEST_ROW = 300
 
@@ -176,13 +176,14 @@ def check_layout(device: str, *, rows: int, width: int, limit: int, budget: int,
         slots=[torch.full((num_tokens,), -5, dtype=torch.int64, device=device) for _ in tables],
     )
     visible = torch.full((rows,), -5, dtype=torch.int32, device=device)
-    tally = torch.ones(2 * DRAFT_KINDS, dtype=torch.int32, device=device)
+    words_around = torch.ones(TALLIES * DRAFT_KINDS + 40, dtype=torch.int32, device=device)
+    tally = words_around[: TALLIES * DRAFT_KINDS]
     columns, at = moved(host, device), slot_rows.to(device)
     words = limits_of(limit, budget, floor, trust).to(device)
     choose_drafts(layout, visible, there, words, columns, at, tally)
     places = [table.to(device) for table in tables]
     write_drafted_tokens(into, layout, there, columns, at, places, num_tokens=num_tokens, dummy_row=rows - 1)
-    assert not tally.any()
+    assert not tally.any() and words_around[len(tally) :].all()
     kept = reference_choice(host, slot_rows, made, (limit, budget, floor), trust.tolist())
     first = 0
     for slot, (row, number) in enumerate(zip(slot_rows.tolist(), kept, strict=True)):
@@ -219,7 +220,7 @@ def reference_verify(
     """The definition, slot by slot: changes `rows` and `fate`; returns code, count, verified, tokens, and a tally."""
     ids, chosen, finite = (column.tolist() for column in drawn)
     report: list[tuple[int, int, int, list[int]]] = []
-    tally = [0] * (2 * DRAFT_KINDS)
+    tally = [0] * (TALLIES * DRAFT_KINDS)
     for slot, row in enumerate(slot_rows.tolist()):
         count, first, kind = int(layout.count[slot]), int(layout.first[slot]), int(made.kind[slot])
         if not count:
@@ -250,6 +251,7 @@ def reference_verify(
                 compared, equal = min(len(got), count - 1), min(len(got) - 1, count - 1)
             tally[kind] += compared
             tally[DRAFT_KINDS + kind] += equal
+            tally[2 * DRAFT_KINDS + kind] += 1
             fate[row] = WHOLLY if equal == compared else PARTLY if equal else MISSED
     return report, tally
 
@@ -279,7 +281,7 @@ def check_verify(device: str, *, rows: int, width: int) -> None:
         count=torch.full((slots,), -9, dtype=torch.int32, device=device),
         verified=torch.full((slots,), -9, dtype=torch.int32, device=device),
         tokens=torch.full((width + 1, slots), -9, dtype=torch.int32, device=device),
-        tally=torch.zeros(2 * DRAFT_KINDS, dtype=torch.int32, device=device),
+        tally=torch.zeros(TALLIES * DRAFT_KINDS, dtype=torch.int32, device=device),
     )
     placed = DraftLayout(**_sent(layout, device))
     drawn = DrawnBehind(ids=ids.to(device), chosen=chosen.to(device), finite=finite.to(device))

@@ -280,7 +280,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
     if len(result.predicted):
         encoded["predicted"] = pack(result.predicted)
     if result.drafts is not None:
-        encoded["drafts"] = [pack(column) for column in result.drafts]
+        used = 3 if result.drafts.offered.any() else 2
+        encoded["drafts"] = [pack(column) for column in result.drafts[:used]]
     return encoded
 
 

@@ -137,7 +137,7 @@ class DraftBudget:
         self._tallies.append(tally)
         if len(self._tallies) < TALLIES:
             return
-        compared, equal = total(self._tallies)
+        compared, equal, _ = total(self._tallies)
         self._tallies.clear()
         kept = np.exp(compared * FORGETTING)
         self._compared = self._compared * kept + compared

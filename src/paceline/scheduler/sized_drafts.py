@@ -64,7 +64,7 @@ class SizedBudget(DraftBudget):
             right, edge = self._right(room / rows)
             rate = (1.0 + right) / self._sized(size)
             if rate > best:
-                best, found = rate, (max(1, draft_depth(self._best, edge, self.width)), room)
+                best, found = rate, (max(1, draft_depth(self._best, 0.99 * edge, self.width)), room)
             if room == left:
                 break
         return found
@@ -100,15 +100,12 @@ class SizedBudget(DraftBudget):
             self.right += LATELY * (right - self.right)
         if result.drafts is None:
             return
-        self._lately += result.drafts.compared
+        self._lately += result.drafts.offered
         self._rows_lately += work.decode_rows
         self.learn_drafts(result.drafts)
         if self._tallies:
             return
-        # A draft of a chain is compared where those before it were right.
-        trust = np.minimum(self._trust, 0.99)
-        each = (1.0 - trust ** max(self.chosen, 1)) / (1.0 - trust)
-        share = np.minimum(self._lately / each / max(self._rows_lately, 1), 1.0)
+        share = self._lately / max(self._rows_lately, 1)
         self._share = share if self._is_new else self._share + OFFERED * (share - self._share)
         self._is_new = False
         self._lately[:] = 0.0

@@ -27,7 +27,8 @@ def run(drafts: SizedBudget, rows: int, acceptance: float, steps: int, seconds: 
         each = min(width, tokens // rows)
         right = np.minimum(random.geometric(1.0 - acceptance, rows) - 1, each) if acceptance < 1 else each
         count = np.broadcast_to(np.asarray(right) + 1, rows).astype(np.int32)
-        compared, equal = np.zeros((2, DRAFT_KINDS), np.int32)
+        compared, equal, offered = np.zeros((3, DRAFT_KINDS), np.int32)
+        offered[KIND] = rows
         if each:
             compared[KIND], equal[KIND] = np.minimum(count, each).sum(), np.minimum(count - 1, each).sum()
         else:
@@ -44,7 +45,7 @@ def run(drafts: SizedBudget, rows: int, acceptance: float, steps: int, seconds: 
             finite=np.ones(rows, np.bool_),
             times=StepTimes(start_s=now_s, end_s=now_s + took_s),
             verified=np.full(rows, each, np.int32) if width else EMPTY,
-            drafts=DraftTally(compared, equal),
+            drafts=DraftTally(compared, equal, offered),
         )
         now_s += took_s
         drafts.learn(StepWork(decode_rows=rows), result, tokens)

@@ -31,7 +31,7 @@ from paceline.runner.gpu.kernels.draft_layout import (
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.kernels.verify import DrawnBehind, VerifiedTokens, verify
+from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.processors import uses_penalties
 
@@ -39,6 +39,7 @@ I32 = NDArray[np.int32]
 
 PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
 REPORT_COLUMNS = 3  # of a report, before its tokens
+TALLY_WORDS = TALLIES * DRAFT_KINDS
 
 
 class DeviceDrafts:
@@ -70,15 +71,15 @@ class DeviceDrafts:
         self._made = allocate_proposals(slots, width, device)
         self.layout = allocate_layout(slots, max_tokens, device)
         # The report, as it goes to the host in one copy: code, count, drafts, tokens [width + 1] of each slot; tally.
-        size = (REPORT_COLUMNS + width + 1) * slots + 2 * DRAFT_KINDS
+        size = (REPORT_COLUMNS + width + 1) * slots + TALLY_WORDS
         self.report = torch.zeros(size, dtype=torch.int32, device=device)
-        columns = self.report[: -2 * DRAFT_KINDS].view(-1, slots)
+        columns = self.report[:-TALLY_WORDS].view(-1, slots)
         self._verified = VerifiedTokens(
             code=columns[0],
             count=columns[1],
             verified=columns[2],
             tokens=columns[REPORT_COLUMNS:],
-            tally=self.report[-2 * DRAFT_KINDS :],
+            tally=self.report[-TALLY_WORDS:],
         )
         self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._limits: I32 = np.zeros(NUM_LIMITS, np.int32)

@@ -22,7 +22,7 @@ from paceline.core.plan import (
     StepResult,
     StepTimes,
 )
-from paceline.runner.gpu.device_drafts import REPORT_COLUMNS
+from paceline.runner.gpu.device_drafts import REPORT_COLUMNS, TALLY_WORDS
 from paceline.runner.gpu.device_queue import Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
@@ -114,9 +114,9 @@ class DraftedPending:
         self.done.wait()
         count = len(self.batch.decode)
         words = self.ring.copy()  # the next step but one writes there
-        columns = words[: -2 * DRAFT_KINDS].reshape(-1, self.max_slots)[:, :count]
+        columns = words[:-TALLY_WORDS].reshape(-1, self.max_slots)[:, :count]
         code, number, verified = columns[:REPORT_COLUMNS]
-        compared, equal = words[-2 * DRAFT_KINDS :].reshape(2, DRAFT_KINDS)
+        tally = DraftTally(*words[-TALLY_WORDS:].reshape(-1, DRAFT_KINDS))
         known = np.maximum(code, 0)
         self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
         return StepResult(
@@ -130,5 +130,5 @@ class DraftedPending:
             copies_done=self.swapped(),
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             verified=verified if self.width else EMPTY,
-            drafts=DraftTally(compared, equal) if compared.any() else None,
+            drafts=tally if tally.compared.any() else None,
         )

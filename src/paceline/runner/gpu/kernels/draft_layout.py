@@ -103,7 +103,8 @@ def choose_drafts(
         FLOOR_AT=FLOOR,
         TRUST_AT=TRUST,
         LEAST=LEAST_CHANCE,
-        TALLY=triton.next_power_of_2(tally.numel()),
+        TALLY=tally.numel(),
+        LANES=triton.next_power_of_2(tally.numel()),
         num_warps=8,
     )
 
@@ -130,6 +131,7 @@ def _choose_kernel(
     TRUST_AT: tl.constexpr,
     LEAST: tl.constexpr,
     TALLY: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     slot = tl.arange(0, MAX_SLOTS)
     present = slot < slots
@@ -160,8 +162,8 @@ def _choose_kernel(
     tl.store(counts + slot, count, mask=present)
     tl.store(total, tl.sum(count, 0))
     tl.store(visible + row, tl.where(runs, length + wanted, 0), mask=present)
-    entry = tl.arange(0, TALLY)
-    tl.store(tally + entry, tl.zeros([TALLY], tl.int32))
+    entry = tl.arange(0, LANES)
+    tl.store(tally + entry, tl.zeros([LANES], tl.int32), mask=entry < TALLY)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from paceline.runner.drafts import MISSED, PARTLY, WHOLLY
 from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns
 
+TALLIES = 3  # columns over kinds
 _PER_PROGRAM = 64
 
 
@@ -33,9 +34,8 @@ class VerifiedTokens:
     count: Tensor  # [slots]: tokens the row got
     verified: Tensor  # [slots]: drafts that were computed for it
     tokens: Tensor  # [width + 1, slots]
-    tally: (
-        Tensor  # [2 * DRAFT_KINDS]: drafts compared with the token that came, then those that were that token
-    )
+    # [TALLIES * DRAFT_KINDS]: drafts compared with the token that came, those that were that token, rows with drafts
+    tally: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,5 +175,6 @@ def _verify_kernel(
     # Integer sums come out the same in any order.
     tl.atomic_add(tally + kind, compared, mask=is_known, sem="relaxed")
     tl.atomic_add(tally + KINDS + kind, equal, mask=is_known, sem="relaxed")
+    tl.atomic_add(tally + 2 * KINDS + kind, tl.full([SLOTS], 1, tl.int32), mask=is_known, sem="relaxed")
     fate = tl.where(equal == compared, WHOLLY, tl.where(equal > 0, PARTLY, MISSED))
     tl.store(fates + row, tl.where(is_known, fate, PARTLY), mask=runs)
