@@ -112,7 +112,7 @@ def test_bad_options_are_refused_by_name(llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match=says):
             make_search(kind, options)
     with pytest.raises(InvalidRequest, match="not at texts"):
-        llm.search("beam", PROMPT, SamplingParams(stop="a"))
+        llm.search("beam", PROMPT, SamplingParams(stop=("a",)))
 
 
 def test_an_async_search_finds_the_same(folder: Path, llm: LLM) -> None:

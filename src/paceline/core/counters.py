@@ -41,6 +41,9 @@ class Counters:
     preempted_by: dict[str, int] = field(default_factory=dict)  # by the rule of the decision
     swapped: int = 0
     forked: int = 0
+    extended: int = 0  # times that tokens were put into a request
+    held: int = 0  # times that one was kept at its end
+    holding: int = 0  # that are kept now
     late_results: int = 0
     failed_steps: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time

@@ -227,7 +227,7 @@ class Scheduler:
         if waits:
             state.queue.push(request, state.orders[request.id], state.tenant_index(request.tenant))
         elif request.state is not RequestState.PAUSED:
-            request.held = None
+            state.let_on(request)
             state.enqueue(request)
 
     def _check_extension(self, request: Request, num_tokens: int, max_tokens: int) -> None:
@@ -270,6 +270,7 @@ class Scheduler:
         if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
             state.learn_keys(request)
         state.accounting.admitted(state.tenant_index(request.tenant), count)
+        state.counters.extended += 1
         state.decide(DecisionKind.EXTEND, request, Rule.INJECTED, count)
         if not count:  # it only goes on
             return

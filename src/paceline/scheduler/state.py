@@ -418,7 +418,7 @@ class SchedulerState:
     def end(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         """The one way a live request becomes terminal: let go of everything it holds, then say so."""
         self._let_go(request)
-        request.held = None
+        self.let_on(request)
         request.move(_FINISHED)
         request.finished_s = self.now_s
         del self.requests[request.id]
@@ -473,6 +473,8 @@ class SchedulerState:
         until_s = self.now_s + request.sampling.hold_s
         if request.held is None:
             request.move(RequestState.HELD)
+            self.counters.held += 1
+            self.counters.holding += 1
         request.held = Hold(reason=reason, until_s=until_s)
         self.watch_deadline(request)
         num_output = request.num_tokens - request.num_prompt
@@ -480,6 +482,12 @@ class SchedulerState:
             DecisionKind.HOLD, request, Rule(reason.value), num_output, seconds=request.sampling.hold_s
         )
         self.events.held.append(Held(request.id, reason, num_output, until_s))
+
+    def let_on(self, request: Request) -> None:
+        """A request is held no longer, if it was."""
+        if request.held is not None:
+            request.held = None
+            self.counters.holding -= 1
 
     def forget_beyond(self, request: Request) -> None:
         """What was known of tokens behind its last one is of tokens it no longer has."""

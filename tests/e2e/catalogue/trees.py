@@ -17,6 +17,8 @@ def posting_to(path: str, body: dict[str, Any], *answers: Answer) -> Entry:
     return entry(116, name[:120], signed("POST", f"/v1/requests/{path}", body), *answers)
 
 
+BAD_TREES: list[Any] = [5, [], {"max_rows": 0}, {"max_rows": "a"}, {"rows": 1}, {"max_branches": 257}]
+BAD_SEARCHES: list[Any] = [5, [], {}, {"type": "luck"}, {"type": "beam", "width": 99}]
 ENTRIES: list[Entry] = [
     *(
         posting_to(f"{name}/{what}", body, NO_REQUEST)
@@ -51,13 +53,13 @@ ENTRIES: list[Entry] = [
     *(
         asking(116, route, {"tree": value}, VALUE)
         for route in (CHAT, COMPLETIONS)
-        for value in (5, [], {"max_rows": 0}, {"max_rows": "a"}, {"rows": 1}, {"max_branches": 257})
+        for value in BAD_TREES
     ),
     *(
         asking(116, route, fields, VALUE)
         for route in (CHAT, COMPLETIONS)
         for fields in (
-            *({"search": value} for value in (5, [], {}, {"type": "luck"}, {"type": "beam", "width": 99})),
+            *({"search": value} for value in BAD_SEARCHES),
             {"search": {"type": "best_of", "n": 0}},
             {"search": {"type": "best_of", "colour": 1}},
             {"search": {"type": "self_consistency"}},

@@ -69,7 +69,7 @@ def test_a_reader_hears_the_same_story_whatever_is_joined(choices: list[bool]) -
         for number, events in enumerate(STEPS):
             outbox.put(events)
             while outbox and (choices[number] or number == len(STEPS) - 1):
-                client.on_update(frames.decode_from_engine(frames.encode(outbox.take())))  # type: ignore[arg-type]
+                client.on_update(frames.decode_from_engine(frames.encode(outbox.take())))
             if choices[4 + number] and stream.touched:
                 heard += story(await stream.take())
         return heard + (story(await stream.take()) if stream.touched else [])

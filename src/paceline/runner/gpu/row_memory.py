@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import ORACLE, Capacity, EngineConfig
+from paceline.config.engine import ORACLE, Capacity, DraftConfig, EngineConfig
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
@@ -77,13 +77,8 @@ class RowMemory:
             **tables,
             "tokens": (rows, config.scheduler.max_model_len + 1),
         }
-        drafts = config.scheduler.drafts
-        if drafts is not None:
-            shapes |= {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
-            if drafts.method == "history":
-                shapes["texts"] = (rows, 2)
-            if drafts.method == ORACLE:
-                shapes |= {"answer_end": (rows, 1), "answers": shapes["tokens"]}
+        if config.scheduler.drafts is not None:
+            shapes |= _draft_shapes(config.scheduler.drafts, shapes["tokens"])
         starts, size = {}, 0
         for name, (entries, width) in shapes.items():
             starts[name] = size
@@ -184,3 +179,14 @@ class RowMemory:
 
 def _pinned(count: int) -> Tensor:
     return torch.empty(2, count, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+
+def _draft_shapes(drafts: DraftConfig, tokens: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """Entries and width of the columns that drafts need."""
+    rows = tokens[0]
+    shapes = {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+    if drafts.method == "history":
+        shapes["texts"] = (rows, 2)
+    if drafts.method == ORACLE:
+        shapes |= {"answer_end": (rows, 1), "answers": tokens}
+    return shapes

@@ -251,6 +251,8 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     stats = client.stats
     yield "num_requests_running", "Requests in the batch.", stats.running
     yield "num_requests_waiting", "Requests that wait for a row.", stats.waiting
+    text = "Branches that have come to their end and are kept, to be forked or extended."
+    yield "num_requests_held", text, stats.counters.holding
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
     yield "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
     yield "engine_up", "1 when the engine takes requests.", float(client.state is EngineState.READY)
