@@ -50,11 +50,7 @@ ENTRIES: list[Entry] = [
     posting_to("nothing/extend", {"tokens": [-1]}, VALUE),
     posting_to("nothing/prune", {"branches": []}, VALUE),
     posting_to("nothing/prune", {"branches": ["a"]}, VALUE),
-    *(
-        asking(116, route, {"tree": value}, VALUE)
-        for route in (CHAT, COMPLETIONS)
-        for value in BAD_TREES
-    ),
+    *(asking(116, route, {"tree": value}, VALUE) for route in (CHAT, COMPLETIONS) for value in BAD_TREES),
     *(
         asking(116, route, fields, VALUE)
         for route in (CHAT, COMPLETIONS)

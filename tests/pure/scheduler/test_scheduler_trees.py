@@ -96,19 +96,22 @@ def test_whatever_it_is_doing(state: str) -> None:
 def test_what_an_extension_may_generate() -> None:
     bench = bench_of()
     request = bench.add(prompt(6), 4, seed=3, on_stop="hold")
+    with pytest.raises(InvalidRequest, match="nothing"):
+        bench.engine.extend(request, [])
     bench.step(6)
     assert bench.held[request].reason is FinishReason.LENGTH
     with pytest.raises(InvalidTransition, match="max_tokens"):
         bench.engine.extend(request, [1])
     with pytest.raises(NeverFits, match="128"):
         bench.engine.extend(request, [1], max_tokens=200)
-    with pytest.raises(InvalidRequest, match="nothing"):
-        bench.engine.extend(request, [])
     with pytest.raises(UnknownRequest):
         bench.engine.extend(RequestId(99), [1])
     bench.extend(request, [1], max_tokens=2)
     bench.step(6)
     assert bench.held[request].num_output == 7
+    bench.extend(request, [], max_tokens=3)  # it goes on as it is
+    bench.step(6)
+    assert bench.held[request].num_output == 10
     bench.engine.abort(request)
     bench.flush()
     bench.run()
