@@ -1,4 +1,4 @@
-"""Branches of an answer on the chat page, on a real server: fork, prune, continue, inject, choose; a reload keeps them."""
+"""Branches of an answer on the chat page, on a real server: fork, prune, continue, inject, choose, reload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route
 
-from tests.browser.chatting import chat, ended, expect_status, messages, scripted, send
+from tests.browser.chatting import chat, ended, expect_status, messages, send
 from tests.browser.viewing import NARROW, WIDE, View, Viewer
 from tests.e2e.client_server import ADMIN, ENDLESS, ClientServer, client_server
 
@@ -44,11 +44,11 @@ def fork(view: View, count: int = 3) -> None:
 
 
 def grow(view: View) -> None:
+    """Until every branch that is being written has some tokens more."""
     lengths = [len(each["content"]) for each in branches(view)]
-    view.wait(
-        f"{json.dumps(lengths)}.every((length, at) => [...({LAST}.branches ?? []), {LAST}].every((each) => "
-        "each.state !== 'writing' || each.content.length > length + 5))"
-    )
+    all_of_them = f"{LAST}.branches.toSpliced({LAST}.place, 0, {LAST})"
+    grown = "each.state === 'done' || each.content.length > lengths[at] + 5"
+    view.wait(f"((lengths) => {all_of_them}.every((each, at) => {grown}))({json.dumps(lengths)})")
 
 
 def column(page: Page, number: int) -> Any:
@@ -115,7 +115,10 @@ def test_a_running_answer_is_forked_pruned_continued_and_put_text_into(
         assert longer["content"].startswith(kept[0]["content"]) and longer["finish"] == "length"
         assert branches(view)[1]["content"] == kept[1]["content"]
         asked: list[Any] = []
-        page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+        page.on(
+            "request",
+            lambda request: asked.append(request.post_data_json) if request.method == "POST" else None,
+        )
         send(page, "Thank you")
         ended(view)
         assert asked[0]["messages"][1]["content"] == kept[1]["content"]
@@ -123,36 +126,51 @@ def test_a_running_answer_is_forked_pruned_continued_and_put_text_into(
 
 
 def test_a_branch_that_reached_its_length_is_held_and_goes_on(server: ClientServer, viewer: Viewer) -> None:
-    with chat(viewer, server, max_tokens=600) as view:
+    with chat(viewer, server, max_tokens=ENDLESS) as view:
         page = view.page
+
+        def shorten(route: Route) -> None:
+            route.continue_(post_data=json.dumps({**route.request.post_data_json, "max_tokens": 30}))
+
+        page.route("**/fork", shorten)
         send(page, "Go on")
         fork(view, 2)
-        view.wait(f"!{LAST}.content || {LAST}.branches[0].held")
-        view.wait(f"{LAST}.state === 'done'")
-        # The answer itself has ended; the branch is kept by the server, and a message can be sent.
+        view.wait(f"{LAST}.branches[0].held")
         held = branches(view)[1]
-        assert (held["state"], held["finish"], held["held"]) == ("done", "length", True)
+        assert (held["state"], held["finish"]) == ("done", "length")
+        assert live(server, held["request"]) == {"0": "running", "1": "held"}
+        # Without the branch that runs, the held one is the answer, and a message could be sent.
+        column(page, 1).locator("button", has_text="Prune").click()
         view.wait("document.querySelector('#send').textContent === 'Send'")
-        assert live(server, held["request"]) == {"1": "held"}
-        assert "held" not in branches(view)[0]
-        page.evaluate("paceline.current().settings.sampling.max_tokens = 30")
-        column(page, 2).locator("button", has_text="Continue").click()
-        view.wait(f"{LAST}.branches[0].content.length > {len(held['content'])} && {LAST}.branches[0].held")
-        longer = branches(view)[1]
+        assert page.locator(".branch").count() == 0 and branches(view) == [held]
+        server.wait_until(lambda: live(server, held["request"]) == {"1": "held"})
+        page.evaluate("paceline.current().settings.sampling.max_tokens = 20")
+        page.locator(".state button", has_text="Continue").click()
+        view.wait(f"{LAST}.content.length > {len(held['content'])} && {LAST}.held")
+        (longer,) = branches(view)
         assert longer["content"].startswith(held["content"]) and longer["request"] == held["request"]
-        column(page, 2).locator("button", has_text="Inject").click()
-        column(page, 2).locator("textarea").fill("Then ")
-        column(page, 2).locator("button", has_text="Put in").click()
-        view.wait(f"{LAST}.branches[0].content.length > {len(longer['content'])} + 5 && {LAST}.branches[0].held")
-        assert branches(view)[1]["content"].startswith(longer["content"] + "Then ")
-        # Branches of a held one.
-        page.evaluate("paceline.current().settings.sampling.max_tokens = 12")
-        column(page, 2).locator("button", has_text="Prune").click()
-        view.wait("paceline.running.size === 0")
-        assert page.locator(".branch").count() == 0 and page.locator(".assistant").count() == 1
-        page.locator("#toast button").click()
+        page.locator(".foot button", has_text="Inject").click()
+        page.locator(".inject textarea").fill("Then ")
+        page.locator(".inject button", has_text="Put in").click()
+        view.wait(f"{LAST}.content.length > {len(longer['content'])} + 5 && {LAST}.held")
+        (injected,) = branches(view)
+        assert injected["content"].startswith(longer["content"] + "Then ")
+        # A held one is forked like any other.
+        page.locator(".fork button").click()
+        view.wait(f"{LAST}.branches?.length === 2 && {LAST}.branches.every((each) => each.held)")
+        assert all(each["content"].startswith(injected["content"]) for each in branches(view))
+        assert sorted(live(server, held["request"])) == ["1", "2", "3"]
+        # What was pruned can be had back, as text.
+        column(page, 3).locator("button", has_text="Prune").click()
         assert page.locator(".branch").count() == 2
-        assert branches(view)[1]["content"].startswith(longer["content"] + "Then ")
+        page.locator("#toast button").click()
+        assert page.locator(".branch").count() == 3
+        view.wait(f"{LAST}.branches[1].state === 'stopped'")
+        # With the next message the server keeps nothing of it any more.
+        send(page, "Thank you")
+        ended(view)
+        assert [each["state"] for each in messages(view)][1::2] == ["done", "done"]
+        assert not any(each.get("held") for each in (messages(view)[1], *messages(view)[1]["branches"]))
         server.wait_until(server.is_idle)
 
 
@@ -163,7 +181,9 @@ def test_what_the_server_refuses_is_said(server: ClientServer, viewer: Viewer) -
         view.wait(f"{LAST}.content.length > 20")
         page.route(
             "**/fork",
-            lambda route: route.fulfill(status=429, json={"error": {"message": "too many branches", "code": "x"}}),
+            lambda route: route.fulfill(
+                status=429, json={"error": {"message": "too many branches", "code": "x"}}
+            ),
         )
         page.locator(".fork button").click()
         page.wait_for_selector("#toast:has-text('Too many branches.')")
@@ -173,12 +193,13 @@ def test_what_the_server_refuses_is_said(server: ClientServer, viewer: Viewer) -
         expect_status(view, 429)
 
 
-def forked(page: Page, texts: list[str], size: str = "") -> None:
+def forked(page: Page, begin: str, texts: list[str]) -> None:
     """The server says this of a fork: branches that begin with a text and go on with another."""
 
     def fulfil(route: Route) -> None:
-        begin = {"parent": "x/0", "at": 1, "branches": [f"x/{number + 1}" for number in range(len(texts))], "text": size}
-        chunks: list[dict[str, Any]] = [{"id": "chatcmpl-x", "choices": [], "fork": begin}]
+        names = [f"x/{number + 1}" for number in range(len(texts))]
+        made = {"parent": "x/0", "at": 1, "branches": names, "text": begin}
+        chunks: list[dict[str, Any]] = [{"id": "chatcmpl-x", "choices": [], "fork": made}]
         for number, text in enumerate(texts):
             choice = {"index": number + 1, "delta": {"content": text}, "finish_reason": None}
             chunks.append({"id": "chatcmpl-x", "choices": [choice]})
@@ -187,6 +208,7 @@ def forked(page: Page, texts: list[str], size: str = "") -> None:
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 
     page.route("**/fork", fulfil)
+    page.route("**/chatcmpl-x/explain", lambda route: route.fulfill(json={"branches": []}))
 
 
 def test_hostile_branches_are_text(server: ClientServer, viewer: Viewer) -> None:
@@ -194,7 +216,7 @@ def test_hostile_branches_are_text(server: ClientServer, viewer: Viewer) -> None
         page = view.page
         send(page, "Hello")
         view.wait(f"{LAST}.content.length > 20")
-        forked(page, [EVIL, EVIL * 2], EVIL)
+        forked(page, EVIL, [EVIL, EVIL * 2])
         page.locator(".fork button").click()
         view.wait(f"{LAST}.branches?.length === 2 && {LAST}.branches[1].state === 'done'")
         assert column(page, 2).locator(".body").inner_text() == EVIL * 2
@@ -245,15 +267,12 @@ def test_stored_branches_that_are_damaged_are_left_out(viewer: Viewer) -> None:
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_branches_stay_inside_the_page(server: ClientServer, viewer: Viewer, size: Any) -> None:
-    with chat(viewer, server, size=size, dark=size is NARROW) as view:
+    with chat(viewer, server, size=size, dark=size is NARROW, max_tokens=ENDLESS) as view:
         page = view.page
-        scripted(page, ["A story about the sea. "], finish=None)
-        page.evaluate("paceline.current().settings.sampling.max_tokens = 5")
-        page.unroute("**/v1/chat/completions")
-        page.evaluate(f"paceline.current().settings.sampling.max_tokens = {ENDLESS}")
         send(page, "Tell me a story about the sea, please.")
         view.wait(f"{LAST}.content.length > 20")
-        forked(page, ["w" * 300, "One more **story**, in three sentences. " * 9, "| a | b |\n|---|---|\n| c | d |"], "Once ")
+        table = "\n\n| a | b |\n|---|---|\n| c | d |"
+        forked(page, "Once ", ["w" * 300, "One more **story**, in three sentences. " * 9, table])
         page.locator(".fork input").fill("4")
         page.locator(".fork button").click()
         view.wait(f"{LAST}.branches?.length === 3 && {LAST}.branches[2].state === 'done'")
