@@ -22,7 +22,7 @@ from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
-from paceline.runner.drafts import Counts
+from paceline.runner.drafts import Counts, Drafter
 from paceline.runner.machine_load import FreeCores, MachineLoad
 
 Prompt = tuple[int, ...]
@@ -125,11 +125,15 @@ def record(
     num_new: int,
     num_blocks: int = 200,
     answers: Sequence[Prompt] = (),
+    make_drafter: Callable[[EngineConfig], Drafter] | None = None,
 ) -> Record:
-    """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts."""
+    """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts, unless `make_drafter` makes
+    these."""
     config = around.config(spec, max(len(prompt) for prompt in prompts) + num_new, num_blocks)
     bits = Bits(make_step(config))
-    drafter = Oracle(answers) if around.drafts else None
+    drafter: Drafter | None = Oracle(answers) if around.drafts else None
+    if make_drafter is not None:
+        drafter = make_drafter(config)
     engine = build_engine(config, CPURunner(config, bits, drafter=drafter))
     always_draft(engine)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)

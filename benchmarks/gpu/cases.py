@@ -32,7 +32,22 @@ from paceline.runner.gpu.kernels.prefill_attention import (
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import row_product
+from paceline.runner.gpu.kernels.shared_attention import (
+    MAX_GROUPS,
+    SharedGroups,
+    SharedTuning,
+    allocate_shared_plan,
+    merge_shared,
+    plan_shared,
+    shared_attention,
+)
 from paceline.runner.gpu.kernels.skinny_product import narrow_tuning, skinny_product
+from paceline.runner.gpu.kernels.token_logprobs import (
+    REPORT_WIDTH,
+    LogprobColumns,
+    allocate_logprob_parts,
+    token_logprobs,
+)
 
 BF16 = torch.bfloat16
 Call = Callable[[], object]
@@ -112,6 +127,51 @@ def plan_case(slots: int) -> Case:
     return Case(
         kernel="decode plan", shape=f"{slots} slots", calls=[lambda: plan_decode(plan, rows, lengths)] * 20
     )
+
+
+def shared_case(
+    trees: int,
+    branches: int,
+    length: int,
+    *,
+    group: int,
+    layers: int = 8,
+    tuning: SharedTuning = SharedTuning(),  # noqa: B008 - frozen
+) -> Case:
+    """The beginnings of `trees` for all their branches, and the merge; what each row has behind is not in it."""
+    kv_heads, head_dim = 8, 128
+    heads, slots, blocks = kv_heads * group, trees * branches, length // BLOCK_SIZE
+    table = torch.randperm(trees * blocks).to(torch.int32).view(trees, blocks).cuda()
+    sizes = (trees * blocks, kv_heads, BLOCK_SIZE, head_dim)
+    caches = [PagedKV(keys=normal(*sizes), values=normal(*sizes), block_table=table) for _ in range(layers)]
+    tree = torch.arange(MAX_GROUPS, dtype=torch.int32, device="cuda")
+    exists = (tree < trees).to(torch.int32)
+    plan = allocate_shared_plan(
+        slots,
+        tuning.target_chunks(MULTIPROCESSORS, kv_heads),
+        tile_slots=tuning.tile_slots(group),
+        heads=heads,
+        head_dim=head_dim,
+    )
+    plan_shared(
+        plan,
+        SharedGroups(
+            row=tree, first=tree * branches, count=exists * branches, length=exists * blocks * BLOCK_SIZE
+        ),
+    )
+    query = normal(slots, heads, head_dim)
+    out, log_sum = torch.zeros_like(query), torch.zeros(slots, heads, device="cuda")
+
+    def call(kv: PagedKV) -> None:
+        shared_attention(query, kv, plan, scale=0.088, tuning=tuning)
+        merge_shared(out, log_sum, plan)
+
+    moved = trees * blocks * BLOCK_SIZE * kv_heads * head_dim * 2 * 2
+    how = f"{tuning.query_rows} query rows, {tuning.num_warps} warps, {tuning.num_stages} stages"
+    shape = f"{trees} x {branches} rows of {length} tokens, {heads}/{kv_heads} heads, {how}, "
+    shape += f"{tuning.programs_per_multiprocessor} programs"
+    calls = [lambda kv=kv: call(kv) for kv in caches]
+    return Case(kernel="shared attention and merge", shape=shape, calls=calls, num_bytes=moved)
 
 
 def prefill_case(
@@ -202,6 +262,18 @@ def sampling_columns(rows: int, temperature: float) -> SamplingColumns:
     numbers = torch.arange(rows, dtype=torch.int32, device="cuda")
     heat = torch.full((rows,), temperature, dtype=torch.float64, device="cuda")
     return SamplingColumns(slot_rows=numbers, temperature=heat, seed=numbers.long(), position=numbers.long())
+
+
+def logprobs_case(rows: int, vocabulary: int) -> Case:
+    """Of all rows."""
+    logits = [normal(rows, vocabulary) for _ in range(4)]
+    slot_rows = torch.arange(rows, dtype=torch.int32, device="cuda")
+    columns = LogprobColumns(slot_rows=slot_rows, wanted=torch.ones_like(slot_rows), tokens=slot_rows * 3)
+    parts = allocate_logprob_parts(rows, vocabulary)
+    report = torch.zeros(rows, REPORT_WIDTH, dtype=torch.int32, device="cuda")
+    calls = [lambda own=own: token_logprobs(report, own, columns, parts) for own in logits]
+    shape = f"{rows} rows of {vocabulary} logits"
+    return Case(kernel="logprobs", shape=shape, calls=calls, num_bytes=rows * vocabulary * 2)
 
 
 def sampling_case(rows: int, temperature: float) -> Case:

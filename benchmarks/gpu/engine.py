@@ -1,13 +1,19 @@
-"""The engine on the card: how long the card is idle while rows decode, and what swapping gives and costs.
+"""The engine on the card: how long it is idle while rows decode, what swapping, logprobs and shared beginnings cost.
 
 *idle*: 1 - (union of kernel intervals / wall time), from a profile. Loads a shape with made-up weights, lets rows
 decode through `LLM.generate` and looks at consecutive steps in the middle, gaps inside graphs included. A step is
 what lies between two draws. The profiler takes its share of the time: what a step takes without it is printed too.
 *swap*: how fast blocks go to the host and back, blocks of the 8B and the 0.6B shape, at places behind one another and
 at scattered ones, then a decode step of 64 rows alone and beside copies that never end.
+*logprobs*: decode steps of rows that ask for 20 logprobs against steps of rows that ask for none, in turns; through
+the engine alone, and through `LLM.generate`, which makes objects of them.
+*shared*: decode steps of branches with the beginnings they share computed once, and for each row, in turns: 64 branches
+of one prompt of 8,000 tokens, 8 branches of each of 32 prompts of 2,000 tokens.
 
     python -m benchmarks.gpu.engine idle [--shape qwen3-0.6b] [--rows 256] [--steps 200]
     python -m benchmarks.gpu.engine swap
+    python -m benchmarks.gpu.engine logprobs [--shapes llama-3.1-8b,qwen3-0.6b] [--rows 64]
+    python -m benchmarks.gpu.engine shared [--shapes llama-3.1-8b,qwen3-0.6b]
 """
 
 from __future__ import annotations
@@ -18,6 +24,10 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +35,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import Benchmark, Found, Given, flag, row, table
+from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, no_garbage_collection, row, table
 from paceline import LLM, SamplingParams
 from paceline.core.plan import NO_SWAPS, Swaps
 from paceline.lab.bench.shapes import SHAPES, write_shape
+from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.device_queue import DeviceQueue
 from paceline.runner.gpu.kv_pools import SwapPool
 
@@ -209,6 +220,109 @@ def swap(given: Given) -> Found:
                 found[f"{name}, {count} blocks {how}"] = {"out": out, "back": back, "queued_ms": queued}
                 row(name, count, how, out, back, queued)
     found["a step of 16 GB"] = beside_decoding()
+    return found
+
+
+# -- logprobs and shared beginnings ----------------------------------------------------------------------------
+
+SHAPES_FLAG = flag("--shapes", "llama-3.1-8b,qwen3-0.6b", "by commas")
+ROUNDS_FLAG = flag("--rounds", 5, "pairs of runs")
+TOKENS_FLAG = flag("--tokens", 64, "of each row in a run")
+LOGPROBS = 20
+DRAWN = SamplingParams(ignore_eos=True, detokenize=False, temperature=1.0, seed=1)
+LONGEST = 9216  # tokens of a row
+TREES = {"64 branches of 8,000 tokens": (1, 64, 8000), "32 x 8 branches of 2,000 tokens": (32, 8, 2000)}
+NOTHING_SPARES_THIS = 1 << 60
+
+
+@contextmanager
+def loaded(shape: str) -> Iterator[LLM]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"max_model_len": LONGEST, "speculative_config": "off"}  # a step gives each row one token
+        llm = LLM(**write_shape(shape, Path(folder)) | options)
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+
+
+def random_prompts(llm: LLM, number: int, length: int) -> list[list[int]]:
+    draw = random.Random(time.perf_counter_ns())
+    vocabulary = llm.loaded.checkpoint.spec.vocab_size
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(number)]
+
+
+def step_ms(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> float:
+    """Milliseconds of a step in which all rows decode, without what makes outputs of its events."""
+    engine, rows = llm.loaded.engine, len(prompts) * sampling.n
+    for prompt in prompts:
+        engine.add(prompt, sampling)
+    ends_s = []
+    with no_garbage_collection():
+        while engine.has_requests or not engine.is_idle:
+            events = engine.step_overlapped()
+            if sum(len(batch.tokens) for batch in events.tokens) == rows:
+                ends_s.append(time.perf_counter())
+    assert len(ends_s) > sampling.max_tokens // 2, f"{len(ends_s)} steps had all {rows} rows"
+    taken_s: list[float] = np.diff(ends_s[2:]).tolist()
+    return 1e3 * statistics.median(taken_s)
+
+
+def compared(works: Mapping[str, Callable[[], float]], rounds: int) -> tuple[float, float, float]:
+    """Medians of two works in turns, after one run of each, and the median of the first over the second."""
+    for work in works.values():
+        work()
+    one, two = in_turns(works, rounds).values()
+    ratio = statistics.median(a / b for a, b in zip(one, two, strict=True))
+    return statistics.median(one), statistics.median(two), ratio
+
+
+@bench.part(SHAPES_FLAG, flag("--rows", 64), TOKENS_FLAG, ROUNDS_FLAG)
+def logprobs(given: Given) -> Found:
+    """Steps of rows that all ask for 20 logprobs, against steps without: the share of speed that is left."""
+    drawn = replace(DRAWN, max_tokens=given.tokens)
+    found: Found = {}
+    table("shape", "rows", "sampling", "through", "without, ms", "with 20, ms", "share left")
+    for shape in given.shapes.split(","):
+        with loaded(shape) as llm:
+            prompts = random_prompts(llm, given.rows, PROMPT_TOKENS)
+
+            def generate_ms(sampling: SamplingParams, llm=llm, prompts=prompts) -> float:
+                started_s = time.perf_counter()
+                llm.generate(prompts, sampling, use_tqdm=False)
+                return 1e3 * (time.perf_counter() - started_s) / sampling.max_tokens
+
+            for kind, without in (("plain", drawn), ("top-p 0.9", replace(drawn, top_p=0.9))):
+                asking = replace(without, logprobs=LOGPROBS)
+                for through, ms in (("engine", partial(step_ms, llm, prompts)), ("generate", generate_ms)):
+                    works = {"without": partial(ms, without), "with": partial(ms, asking)}
+                    figures = compared(works, given.rounds)
+                    found[f"{shape}, {kind}, {through}"] = figures
+                    row(shape, given.rows, kind, through, *figures)
+    return found
+
+
+@bench.part(SHAPES_FLAG, TOKENS_FLAG, ROUNDS_FLAG)
+def shared(given: Given) -> Found:
+    """Steps of branches whose beginnings are computed for each row, over steps in which they are computed once."""
+    found: Found = {}
+    enough = host_rows.LEAST_SPARED
+    table("shape", "rows", "off, ms", "on, ms", "times as fast")
+    for shape in given.shapes.split(","):
+        with loaded(shape) as llm:
+            for name, (trees, branches, length) in TREES.items():
+                prompts = random_prompts(llm, trees, length)
+                sampling = replace(DRAWN, max_tokens=given.tokens, n=branches)
+
+                def timed(least: int, llm=llm, prompts=prompts, sampling=sampling) -> float:
+                    host_rows.LEAST_SPARED = least
+                    return step_ms(llm, prompts, sampling)
+
+                works = {"off": partial(timed, NOTHING_SPARES_THIS), "on": partial(timed, enough)}
+                figures = compared(works, given.rounds)
+                found[f"{shape}, {name}"] = figures
+                row(shape, name, *figures)
+    host_rows.LEAST_SPARED = enough
     return found
 
 

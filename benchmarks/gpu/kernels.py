@@ -18,6 +18,7 @@ from benchmarks.gpu.card import graph_microseconds, matrix_ceiling, measure_card
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
 from benchmarks.harness import Benchmark, Found, Given, flag, row, rows_of, table
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.shared_attention import SharedTuning
 
 bench = Benchmark(__doc__)
 # Tile, warps, stages, programs on a multiprocessor.
@@ -65,6 +66,19 @@ def prefill_cases() -> Iterator[cases.Case]:
     yield cases.prefill_case(512, group=2, spans=16)
 
 
+def shared_cases() -> Iterator[cases.Case]:
+    tunings = (
+        SharedTuning(),
+        SharedTuning(programs_per_multiprocessor=4),
+        SharedTuning(query_rows=32, programs_per_multiprocessor=3),
+        SharedTuning(query_rows=128, num_warps=8),
+    )
+    for tuning in tunings:
+        for group in (2, 4):
+            for trees, branches, length in ((1, 64, 8000), (32, 8, 2000), (8, 2, 4096)):
+                yield cases.shared_case(trees, branches, length, group=group, tuning=tuning)
+
+
 def fp8_cases() -> Iterator[cases.Case]:
     """Keys and values of eight bits: at what 16 bits are timed at, and with other tiles than theirs."""
     fp8 = torch.float8_e4m3fn
@@ -91,6 +105,8 @@ def sampling_cases() -> Iterator[cases.Case]:
     for rows in (1, 64, 256, 1024):
         for temperature in (0.0, 0.6):
             yield cases.sampling_case(rows, temperature)
+    for rows in (1, 64, 256, 1024):
+        yield cases.logprobs_case(rows, 151_936)
 
 
 def product_cases() -> Iterator[cases.Case]:
@@ -111,6 +127,7 @@ def gated_cases() -> Iterator[cases.Case]:
 FAMILIES = {
     "decode": decode_cases,
     "prefill": prefill_cases,
+    "shared": shared_cases,
     "fp8": fp8_cases,
     "small": small_cases,
     "sampling": sampling_cases,

@@ -50,8 +50,7 @@ def prefill(shape: Shape) -> None:
 
 
 def shared(shape: Shape) -> None:
-    for by_row in (False, True):
-        kernel_cases.check_cascade(shape, 128, [1, 70, 64] * 3, by_row=by_row)
+    kernel_cases.check_cascade(shape, [(128, [1, 70, 64] * 3), (320, [5, 5])], alone=[9])
 
 
 def elementwise(shape: Shape) -> None:
@@ -82,6 +81,7 @@ def rows(shape: Shape) -> None:
 def sampling(shape: Shape) -> None:
     for vocabulary in (1000, 5001):
         kernel_row_cases.check_sampling(shape.device, slots=5, vocabulary=vocabulary, dtype=shape.dtype)
+        kernel_row_cases.check_token_logprobs(shape.device, draws=5, vocabulary=vocabulary, dtype=shape.dtype)
 
 
 def rules(shape: Shape) -> None:

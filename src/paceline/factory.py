@@ -51,8 +51,11 @@ from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from paceline.guide.matcher import Vocabulary
+    from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
+    from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
+    from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 3  # of which the shortest counts
@@ -269,12 +272,19 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
+    from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
 
-    backend = _native_backend(model, checkpoint, shared, given, on_progress)
+    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
+    backend: CPUBackend | str
+    if guesser is None:
+        backend = _native_backend(model, checkpoint, shared, given, on_progress)
+    else:
+        backend = why_torch(model, guesser)
     if not isinstance(backend, CPUBackend):
-        backend = _torch_backend(model, checkpoint, shared, on_progress, backend)
-    config = _engine_config(checkpoint, choose_sizes(model, checkpoint.spec, given, backend.measure))
+        backend = _torch_backend(model, checkpoint, shared, on_progress, backend, guesser)
+    sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
+    config = _engine_config(checkpoint, sizes)
     if drafts is not None:
         if config.scheduler.mode != "continuous":
             raise ConfigError(
@@ -290,11 +300,13 @@ def _on_cpu(
         )
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size)
+    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
     hardware = Hardware(
         device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes, runner=backend.about
     )
-    runner = CPURunner(config, backend.make_step(config), ends, shared[0])
+    step = backend.make_step(config)
+    drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
+    runner = CPURunner(config, step, ends, shared[0], drafter)
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
@@ -312,6 +324,8 @@ class CPUBackend:
     measure: Callable[[], tuple[float, float]]  # seconds of a step at least, and for each token more
     notices: tuple[str, ...]
     about: dict[str, str | int]  # for run logs
+    further: tuple[FurtherLayer, ...] = ()  # of a model that guesses
+    make_drafter: Callable[[EngineConfig, StepCompute], Drafter] | None = None  # None: what the config says
 
 
 def _native_backend(
@@ -381,13 +395,15 @@ def _torch_backend(
     life: tuple[Pulse, FreeCores],
     on_progress: LoadProgress,
     notice: str,
+    guesser: HeadFiles | Checkpoint | None = None,
 ) -> CPUBackend:
-    """Plain torch; `notice`: why not the native kernels."""
+    """Plain torch; `notice`: why not the native kernels. `guesser` makes drafts."""
     if find_spec("torch") is None:
         what = notice or "--cpu-backend torch needs torch"
         raise ConfigError(f"{what}; torch is not installed: pip install 'paceline[torch]'")
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
+    from paceline.runner.guessers import build_guesser, model_drafter
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -396,6 +412,7 @@ def _torch_backend(
     decoder = build_decoder(
         checkpoint, checkpoint.spec.max_positions, storage, partial(on_progress, "loading weights")
     )
+    net = None if guesser is None else build_guesser(model, guesser, decoder)
     on_progress("measuring steps", 0, 0)
     workers = Workers(free)
 
@@ -404,10 +421,12 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},
+        further=() if net is None else net.layers,
+        make_drafter=None if net is None else partial(model_drafter, net),
     )
 
 

@@ -56,7 +56,7 @@ class TreeMoves:
 
     def perhaps(self) -> None:
         if self.is_on and self._rng.random() < 0.35:
-            self._rng.choice((self._fork, self._extend, self._extend, self._score))()
+            self._rng.choice((self._fork, self._extend, self._extend, self._score, self._cut))()
 
     def _pick(self) -> Request | None:
         """A live request; a held one if there is any, more often than not."""
@@ -134,6 +134,24 @@ class TreeMoves:
             world.coverage.counts["extend a held one"] += was_held
             client.continues(tokens, request)
         world.receive(events)
+
+    def _cut(self) -> None:
+        """A stop string is found behind an earlier token: what came later is gone, and something else may follow."""
+        world = self._world
+        requests = world.engine.scheduler.state.requests.values()
+        among = [
+            request.id
+            for request in requests
+            if request.sampling.on_stop == "hold" and len(world.live[request.id].tokens) > 1
+        ]
+        if not among:
+            return
+        number = self._rng.choice(among)
+        client = world.live[number]
+        client.stop_at = self._rng.randint(1, len(client.tokens) - 1)
+        world.coverage.counts["cut"] += 1
+        world.engine.scheduler.finish_at(number, client.before + client.stop_at)
+        self._receive()
 
     def _score(self) -> None:
         request = self._pick()

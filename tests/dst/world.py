@@ -47,8 +47,9 @@ class World:
         make_recorder: Callable[[EngineConfig], StepRecorder] | None = None,
         *,
         drafts: bool = True,
+        trees: bool = True,
     ) -> None:
-        """`drafts`: False: it makes none, whatever the seed says."""
+        """`drafts`, `trees`: False: there are none, whatever the seed says."""
         self.guide_rng = random.Random(seed + 13)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
@@ -58,7 +59,7 @@ class World:
         self.traffic = traffic = draw_traffic(rng, self.config)
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=has_trees(seed))
+        self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=trees and has_trees(seed))
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
@@ -94,6 +95,7 @@ class World:
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
         self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self)
+        self.trees.is_on &= trees
         self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
         self.acts = self._acts()
 

@@ -168,6 +168,8 @@ def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: C
     tree = server.ask("GET", f"/v1/requests/{parent.id}/tree").json
     states = {each["id"]: (each["parent"], each["state"], each["score"]) for each in tree["branches"]}
     assert states[f"{parent.id}/0"] == (None, "held", 0.0)
+    told = server.ask("GET", f"/v1/requests/{parent.id}/explain").json["branches"]
+    assert [each["state"] for each in told] == ["held", "running", "running", "running"]
     assert states[f"{parent.id}/2"] == (f"{parent.id}/0", "running", 4.0) and len(states) == 4
     status, told = post(server, f"{parent.id}/prune", branches=[1])
     assert (status, told["pruned"]) == (200, [f"{parent.id}/1"])

@@ -47,7 +47,11 @@ PROMPTS = [
     [*SHARED, 41, 42],
     [*SHARED, 51],
 ]
-SHARING = [[*SHARED, *range(100, 130), 300 + index, *range(5, 9 + 3 * index)] for index in range(12)]
+# Six and six with the same beginning.
+SHARING = [
+    [*(SHARED if index % 2 else reversed(SHARED)), *range(100, 130), 300 + index, *range(5, 9 + 3 * index)]
+    for index in range(12)
+]
 GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,

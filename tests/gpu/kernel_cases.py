@@ -24,12 +24,20 @@ from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
     Spans,
     allocate_prefill_plan,
-    merge_attention,
     plan_prefill,
     prefill_attention,
 )
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from paceline.runner.gpu.kernels.shared_attention import (
+    MAX_GROUPS,
+    SharedGroups,
+    SharedTuning,
+    allocate_shared_plan,
+    merge_shared,
+    plan_shared,
+    shared_attention,
+)
 from tests.gpu.kernel_references import (
     reference_decode_attention,
     reference_prefill_attention,
@@ -214,36 +222,97 @@ def check_prefill(
             assert_close(log_sum[part], expected_log, shape.tolerance)
 
 
-def check_cascade(shape: Shape, prefix: int, suffixes: Sequence[int], *, by_row: bool = False) -> None:
-    """A prefix that rows share, computed once for all of them, joined with each row's rest.
+def check_shared_plan(
+    groups: Sequence[tuple[int, int]], device: str, *, group: int = 4, target: int = 33
+) -> None:
+    """Of `groups` (slots, tokens): every slot reads every token of its beginning once, in the order of its results, and
+    no chunk is longer than it has to be."""
+    tile = SharedTuning().tile_slots(group)
+    counts, lengths = ([own[index] for own in groups] for index in (0, 1))
+    slots = sum(counts) + 3
+    plan = allocate_shared_plan(slots, target, tile_slots=tile, heads=1, head_dim=16, device=device)
+    plan.items.fill_(-1)
+    rest = [0] * (MAX_GROUPS - len(groups))
+    columns = {
+        "row": [7 + number for number in range(len(groups))] + rest,
+        "first": [1 + sum(counts[:number]) for number in range(len(groups))] + rest,
+        "count": counts + rest,
+        "length": lengths + rest,
+    }
+    sent = {name: torch.tensor(own, dtype=torch.int32, device=device) for name, own in columns.items()}
+    plan_shared(plan, SharedGroups(**sent))
+    items, parts = plan.items[: int(plan.count)].tolist(), plan.parts.tolist()
+    assert len(items) <= plan.max_items
+    for slot in range(slots):
+        number = next((n for n in range(len(groups)) if 0 <= slot - columns["first"][n] < counts[n]), None)
+        first, chunks = parts[slot]
+        if number is None:
+            assert chunks == 0
+            continue
+        reached = 0
+        for index in range(chunks):
+            row, first_slot, count, begin, end, *_ = items[first // tile + index]
+            assert row == 7 + number and begin == reached and first_slot + first % tile == slot
+            assert 0 < count <= tile and first % tile < count and begin < end and begin % BLOCK_SIZE == 0
+            reached = end
+        assert reached == lengths[number]
+    work = sum(-(-count // tile) * length for count, length in groups)
+    longest = max((item[4] - item[3] for item in items), default=0)
+    assert longest <= max(plan.min_chunk, work / target + BLOCK_SIZE)
 
-    `by_row`: each row says how long what it shares is, as in an engine.
-    """
-    lengths = [prefix + suffix for suffix in suffixes]
+
+def check_cascade(
+    shape: Shape, groups: Sequence[tuple[int, Sequence[int]]], *, alone: Sequence[int] = (), target: int = 5
+) -> None:
+    """Beginnings that the rows of each of `groups` share (tokens, and what each row has behind them), computed once for
+    its rows and joined with each row's rest; rows `alone` share nothing. `target`: of the chunks of beginnings."""
+    shared = [(number, prefix) for number, (prefix, rests) in enumerate(groups) for _ in rests]
+    lengths = [prefix + rest for prefix, rests in groups for rest in rests] + list(alone)
     kv = paged_kv(shape, lengths)
-    kv.block_table[1:, : prefix // BLOCK_SIZE] = kv.block_table[0, : prefix // BLOCK_SIZE]
     slots, device = len(lengths), shape.device
-    rows = torch.arange(slots, dtype=torch.int32, device=device)
-    columns = torch.tensor(lengths, dtype=torch.int32, device=device)
+    # Slots are not rows: groups stand in the order of slots.
+    slot_rows = torch.randperm(slots).to(torch.int32)
+    columns = {
+        name: torch.zeros(MAX_GROUPS, dtype=torch.int32) for name in ("row", "first", "count", "length")
+    }
+    of_row, shared_tokens = torch.zeros(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
+    table = kv.block_table.clone()
+    for slot, row in enumerate(slot_rows.tolist()):
+        kv.block_table[row] = table[slot]
+        of_row[row] = lengths[slot]
+        if slot < len(shared):
+            number, prefix = shared[slot]
+            if columns["count"][number] == 0:
+                columns["row"][number], columns["first"][number] = row, slot
+                columns["length"][number] = prefix
+            kv.block_table[row, : prefix // BLOCK_SIZE] = table[
+                int(columns["first"][number]), : prefix // BLOCK_SIZE
+            ]
+            columns["count"][number] += 1
+            shared_tokens[row] = prefix
+    rows, visible = slot_rows.to(device), of_row.to(device)
     query = shape.random(slots, shape.heads, shape.head_dim)
     scale = shape.head_dim**-0.5
-    out, shared = torch.empty_like(query), torch.empty_like(query)
+    out = torch.empty_like(query)
     log_sum = torch.empty(slots, shape.heads, device=device)
-    shared_log = torch.empty_like(log_sum)
     plan = allocate_plan(slots, 8, min_chunk=BLOCK_SIZE, device=device)
-    if by_row:
-        plan_decode(plan, rows, columns, shared=torch.full_like(columns, prefix))
-    else:
-        plan_decode(plan, rows, columns, first=prefix)
+    plan_decode(plan, rows, visible, shared=shared_tokens.to(device))
     partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     decode_attention(out, log_sum, query, kv, plan, partials, scale=scale)
-    tuning = PrefillTuning()
-    tiles = allocate_prefill_plan(slots, 1, tuning.tile_tokens(shape.group), causal=False, device=device)
-    one = torch.zeros(1, dtype=torch.int32, device=device)
-    plan_prefill(tiles, Spans(row=one, first=one, count=one + slots, position=one + prefix))
-    prefill_attention(shared, shared_log, query, kv, tiles, scale=scale, tuning=tuning)
-    merge_attention(out, log_sum, shared, shared_log)
-    expected, expected_log = reference_decode_attention(query, kv, rows, columns, scale=scale)
+    together = allocate_shared_plan(
+        slots + 5,
+        target,
+        tile_slots=SharedTuning().tile_slots(shape.group),
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        min_chunk=BLOCK_SIZE,
+        device=device,
+    ).limited(slots)
+    plan_shared(together, SharedGroups(**{name: column.to(device) for name, column in columns.items()}))
+    assert int(together.count) <= together.max_items
+    shared_attention(query, kv, together, scale=scale)
+    merge_shared(out, log_sum, together)
+    expected, expected_log = reference_decode_attention(query, kv, rows, visible, scale=scale)
     assert_close(out, expected, shape.tolerance)
     assert_close(log_sum, expected_log, shape.tolerance)
 

@@ -159,12 +159,12 @@ def reference_seen(known: KnownTokens, row: int, vocabulary: int) -> Tensor:
 
 
 def reference_prefill_attention(
-    query: Tensor, kv: PagedKV, row: int, position: int, *, scale: float, window: int = 0, causal: bool = True
+    query: Tensor, kv: PagedKV, row: int, position: int, *, scale: float, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The definition for one span in float64: (out, log_sum) of `query` [tokens, heads, head_dim]."""
     tokens, heads, head_dim = query.shape
     kv_heads = kv.keys.shape[1]
-    length = position + tokens if causal else position
+    length = position + tokens
     begin = max(0, position + 1 - window) if window else 0  # what was before may be given back
     blocks = kv.block_table[row, : (length + BLOCK_SIZE - 1) // BLOCK_SIZE].long()
     k, v = (
@@ -173,11 +173,10 @@ def reference_prefill_attention(
     )
     q = query.double().transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)
     scores = q @ k.transpose(2, 3) * scale
-    if causal:
-        sees = position + torch.arange(tokens, device=query.device)[:, None] + 1
-        key = torch.arange(begin, length, device=query.device)[None, :]
-        hidden = (key >= sees) | ((key < sees - window) if window else False)
-        scores = scores.masked_fill(hidden, float("-inf"))
+    sees = position + torch.arange(tokens, device=query.device)[:, None] + 1
+    key = torch.arange(begin, length, device=query.device)[None, :]
+    hidden = (key >= sees) | ((key < sees - window) if window else False)
+    scores = scores.masked_fill(hidden, float("-inf"))
     out = (scores.softmax(-1) @ v).reshape(heads, tokens, head_dim).transpose(0, 1)
     return out, scores.logsumexp(-1).reshape(heads, tokens).transpose(0, 1)
 

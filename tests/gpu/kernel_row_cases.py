@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,14 @@ from paceline.runner.gpu.kernels.step_rows import (
     update_rows,
     write_words,
 )
+from paceline.runner.gpu.kernels.token_logprobs import (
+    MOST_LOGPROBS,
+    REPORT_WIDTH,
+    LogprobColumns,
+    allocate_logprob_parts,
+    token_logprobs,
+)
+from paceline.runner.sampling.sampler import token_logprobs as reference_token_logprobs
 from tests.gpu.kernel_references import reference_decode_inputs, reference_sample, reference_update_rows
 
 
@@ -152,3 +161,38 @@ def check_sampling(device: str, *, slots: int, vocabulary: int, dtype: torch.dty
         for slot, row in enumerate(slot_rows.tolist())
     ]
     assert tokens == expected
+
+
+def check_token_logprobs(device: str, *, draws: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """What is reported of random draws, of which one row in four does not ask; many logits are equal."""
+    rows = draws + 3
+    logits = torch.randn(draws, vocabulary) * 4
+    logits[0] = torch.randint(-2, 3, (vocabulary,)) * torch.tensor(-0.0)  # zeros of both signs
+    logits[1 % draws] = torch.randint(0, 3, (vocabulary,)).float()
+    logits[2 % draws, : vocabulary // 2] = float("-inf")
+    logits[2 % draws, vocabulary - min(15, vocabulary // 2) :] = float("-inf")
+    logits[3 % draws, vocabulary // 3] = 80.0
+    logits = logits.to(dtype)
+    slot_rows = torch.randperm(rows)[:draws].to(torch.int32)
+    wanted = (torch.arange(rows) % 4 != 3).to(torch.int32)
+    tokens = torch.randint(0, vocabulary, (draws,), dtype=torch.int32)
+    tokens[3 % draws] = vocabulary // 3
+    report = torch.full((draws, REPORT_WIDTH), -7, dtype=torch.int32, device=device)
+    columns = LogprobColumns(
+        slot_rows=slot_rows.to(device), wanted=wanted.to(device), tokens=tokens.to(device)
+    )
+    token_logprobs(report, logits.to(device), columns, allocate_logprob_parts(draws, vocabulary, device))
+    words = report.cpu().numpy()
+    numbers = words.view(np.float32)
+    most = min(MOST_LOGPROBS, vocabulary)
+    for draw, row in enumerate(slot_rows.tolist()):
+        if not wanted[row]:
+            assert (words[draw] == -7).all()
+            continue
+        raw = logits[draw].float().numpy()
+        found = reference_token_logprobs(raw, int(tokens[draw]), row, 0, most)
+        assert words[draw, 1] == found.rank
+        assert words[draw, 2 : 2 + most].tolist() == list(found.top_tokens)
+        np.testing.assert_allclose(numbers[draw, 0], found.logprob, rtol=1e-5, atol=1e-5)
+        at = 2 + MOST_LOGPROBS
+        np.testing.assert_allclose(numbers[draw, at : at + most], found.top_logprobs, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.gpu.engine_cases import (
+    GREEDY,
     MIXTURES,
     NAMES,
     PROMPTS,
@@ -76,23 +78,30 @@ def test_swapped_blocks_come_back() -> None:
     assert_close("qwen3", generate("qwen3", **options))
 
 
+@pytest.mark.parametrize(
+    "params", [GREEDY, replace(GREEDY, min_tokens=1, logprobs=3)], ids=["plain", "rules"]
+)
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_shared_beginning_is_computed_once(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_beginnings_are_computed_once(
+    eager: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules that change nothing: such steps draw in a graph of their own."""
     import paceline.runner.gpu.host_rows as rows
 
     monkeypatch.setattr(rows, "SHORTEST_SHARED", 128)
     monkeypatch.setattr(rows, "LEAST_SPARED", 0)
-    found: list[tuple[int, int]] = []
+    found: list[list[tuple[int, int]]] = []
     find = rows.HostRows._find_sharing
 
     def noted(self: Any, decoding: Any) -> Any:
-        group, length = find(self, decoding)
-        found.append((len(group), length))
-        return group, length
+        groups = find(self, decoding)
+        found.append([(len(group.rows), group.length) for group in groups])
+        return groups
 
     monkeypatch.setattr(rows.HostRows, "_find_sharing", noted)
-    assert_close("qwen3", generate("qwen3", SHARING, enforce_eager=eager), shared=True)
-    assert max(found) == (12, 128)
+    with engine("qwen3", enforce_eager=eager) as llm:
+        assert_close("qwen3", tokens_of(llm, SHARING, params), shared=True)
+    assert [(6, 128), (6, 128)] in found
 
 
 def test_what_lies_in_unused_blocks_changes_nothing() -> None:
@@ -118,6 +127,32 @@ def test_draws_depend_on_the_seed_alone() -> None:
     # Alone and together products may differ in their last bit, which seldom moves a draw.
     assert sum(one == two for one, two in zip(tokens, alone + ruled, strict=True)) >= 5
     assert mixed[4].outputs[0].logprobs is not None and len(mixed[4].outputs[0].logprobs) == 8
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_logprobs_of_the_device_are_those_of_the_host(top_p: float) -> None:
+    """The host makes those of the whole vocabulary. With top-p logits are changed after they are asked about."""
+    asked = SamplingParams(max_tokens=12, temperature=0.7, top_p=top_p, seed=3, ignore_eos=True, logprobs=20)
+    with engine("qwen3") as llm:
+        device = llm.generate(PROMPTS[:6], asked, use_tqdm=False)
+        host = llm.generate(PROMPTS[:6], replace(asked, logprobs=-1), use_tqdm=False)
+    compared = 0
+    for one, two in zip(device, host, strict=True):
+        ours, theirs = one.outputs[0], two.outputs[0]
+        assert ours.logprobs is not None and theirs.logprobs is not None and len(ours.logprobs) == 12
+        for token, other, entry, whole in zip(
+            ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True
+        ):
+            if token != other:
+                break  # a draw that a last bit has moved: what follows is another text
+            compared += 1
+            assert 20 <= len(entry) <= 21 and token in entry
+            for each, told in entry.items():
+                assert told.logprob == pytest.approx(whole[each].logprob, abs=CLOSE)
+            likeliest = sorted((told.logprob for told in whole.values()), reverse=True)[:20]
+            found = sorted((told.logprob for told in entry.values()), reverse=True)[:20]
+            assert found == pytest.approx(likeliest, abs=CLOSE)
+    assert compared >= 36
 
 
 def test_stop_ids_end_a_row_on_the_device() -> None:

@@ -53,6 +53,8 @@ KINDS = (
     {"temperature": 0.7, "seed": 1},
     {"temperature": 0.7, "seed": 2, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.8, "seed": 3, "presence_penalty": 0.4, "logit_bias": {9: 1.0}, "min_tokens": 3},
+    {"temperature": 0.7, "seed": 4, "logprobs": 20},
+    {"temperature": 0.7, "seed": 5, "logprobs": 1, "top_k": 30},
 )
 MIXED = [
     SamplingParams(max_tokens=4 + 3 * index, ignore_eos=True, **KINDS[index % len(KINDS)])

@@ -104,7 +104,25 @@ def test_prefill_with_other_launch_parameters(query_rows: int, num_warps: int) -
     cases.check_prefill(shape(), [(0, 500), (100, 30)], tuning=tuning)
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [(64, 8000 // 64 * 64)],
+        [(8, 1984)] * 32,
+        [(2, 256), (1, 64), (300, 12_800), (17, 320)],
+        [(2 + number % 40, 64 * (1 + number * number % 97)) for number in range(32)],
+    ],
+)
+def test_the_list_of_shared_beginnings_covers_them(groups: list[tuple[int, int]]) -> None:
+    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264)):
+        cases.check_shared_plan(groups, "cuda", group=group, target=target)
+
+
 @pytest.mark.parametrize("group", [2, 4])
-def test_a_shared_prefix_is_computed_once_and_joined(group: int) -> None:
-    for by_row in (False, True):
-        cases.check_cascade(shape(group=group), 2048, [1, 70, 64, 300, 5] * 8, by_row=by_row)
+def test_shared_prefixes_are_computed_once_and_joined(group: int) -> None:
+    cases.check_cascade(shape(group=group), [(2048, [1, 70, 64, 300, 5] * 8)])
+    cases.check_cascade(shape(group=group), [(8000 // 64 * 64, [33] * 64)], target=33)
+    many = [(64 * (1 + 3 * index), [1, 70, 300][: 2 + index % 2] * (1 + index % 5)) for index in range(32)]
+    cases.check_cascade(shape(group=group), many, alone=[1, 500, 64], target=33)
+    cases.check_cascade(shape(group=group), [(64, [1, 2])] * 32, target=1)

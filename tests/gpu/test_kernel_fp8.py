@@ -76,8 +76,8 @@ def test_prefill_with_other_launch_parameters(query_rows: int, num_warps: int) -
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_a_shared_prefix_is_computed_once_and_joined(group: int) -> None:
-    cases.check_cascade(shape(group=group), 2048, [1, 70, 64, 300, 5] * 8)
+def test_shared_prefixes_are_computed_once_and_joined(group: int) -> None:
+    cases.check_cascade(shape(group=group), [(2048, [1, 70, 64, 300, 5] * 8), (640, [7, 1])], alone=[100])
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,9 @@ def test_rows_that_are_not_finite_say_so_and_disturb_no_other() -> None:
     assert finite == [0, 0, 0, 1, 1, 1]
     assert tokens[3] < 100 and tokens[4] == 4321
     assert tokens[5] == reference_sample(logits[5], 0.7, 5, 5)
+
+
+@pytest.mark.parametrize("vocabulary", [151_936, 128_256, 49_152, 1000, 5001, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logprobs_are_those_of_the_definition(vocabulary: int, dtype: torch.dtype) -> None:
+    cases.check_token_logprobs("cuda", draws=24, vocabulary=vocabulary, dtype=dtype)

@@ -73,9 +73,10 @@ def answer(
     *,
     width: int = 7,
     depth: int = 0,
+    budget: int = 400,
 ) -> tuple[list[Answer], Counters]:
     """What requests get, each with its own parameters, all at once."""
-    around = Circumstances(drafts=width if drafter is not None else 0, depth=depth, budget=400)
+    around = Circumstances(drafts=width if drafter is not None else 0, depth=depth, budget=budget)
     config = around.config(compute.spec, MAX_LEN, 400)
     maker = ScriptedMaker(compute.spec.vocab_size)
     engine = build_engine(config, CPURunner(config, compute, drafter=drafter), guide_maker=maker)

@@ -20,13 +20,14 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
-from paceline.core.plan import Runner
+from paceline.core.plan import RowLogprobs, Runner
 from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
 from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.build import DeviceStorage
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.step_times import with_pace
@@ -53,17 +54,34 @@ CONFIG = {
     "eos_token_id": 2,
 }
 PARAMS = (
-    SamplingParams(max_tokens=7, temperature=0.7, seed=4, top_p=0.9, frequency_penalty=0.5, min_tokens=3),
-    SamplingParams(max_tokens=6, temperature=0.8, seed=3, min_p=0.05, bad_words=((7,),), logit_bias={5: 3.0}),
+    SamplingParams(
+        max_tokens=7, temperature=0.7, seed=4, top_p=0.9, frequency_penalty=0.5, min_tokens=3, logprobs=5
+    ),
+    SamplingParams(
+        max_tokens=11, temperature=0.8, seed=3, min_p=0.05, bad_words=((7,),), logit_bias={5: 3.0}
+    ),
     SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=1.3),
     SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
-    SamplingParams(max_tokens=5, temperature=0.9, seed=1, n=2),
+    SamplingParams(max_tokens=7, temperature=0.9, seed=1, n=2, logprobs=0),
     SamplingParams(max_tokens=9, temperature=0.9, seed=2, structured_outputs=structure(4, 6)),
     SamplingParams(max_tokens=5, temperature=0.0, top_p=0.9, structured_outputs=structure(5, 8), logprobs=2),
     SamplingParams(
-        max_tokens=7, temperature=1.1, top_k=9, seed=6, structured_outputs=structure(1, 7), min_tokens=3
+        max_tokens=7,
+        temperature=1.1,
+        top_k=9,
+        seed=6,
+        structured_outputs=structure(1, 7),
+        min_tokens=3,
+        logprobs=20,
+        prompt_logprobs=1,
     ),
 )
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rows, "SHORTEST_SHARED", 64)
+    monkeypatch.setattr(host_rows, "LEAST_SPARED", 0)
 
 
 class SameWeights(DeviceStorage):
@@ -73,9 +91,12 @@ class SameWeights(DeviceStorage):
         return torch.from_numpy(stored.to_float32())
 
 
+Logprobs = dict[tuple[int, int], RowLogprobs]  # by request and position
+
+
 def generate(
     folder: Path, *, on_gpu: bool, depth: int, kv_dtype: torch.dtype | None = None
-) -> dict[int, list[int]]:
+) -> tuple[dict[int, list[int]], Logprobs]:
     checkpoint = open_checkpoint(folder, load_format="dummy")
     config = EngineConfig(
         kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
@@ -92,26 +113,48 @@ def generate(
     engine = build_engine(config, runner, guide_maker=ScriptedMaker(checkpoint.spec.vocab_size))
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}
-    for length, params in zip((5, 70, 33, 1, 90, 40, 3, 20), PARAMS, strict=True):
-        found |= {number: [] for number in engine.add(random.integers(0, 512, length).tolist(), params)}
+    prompts = [random.integers(0, 512, length).tolist() for length in (5, 70, 75, 1, 90, 40, 3, 20)]
+    prompts[2][:64] = prompts[1][:64]
+    for prompt, params in zip(prompts, PARAMS, strict=True):
+        found |= {number: [] for number in engine.add(prompt, params)}
+    logprobs: Logprobs = {}
+    shared = 0
     while engine.has_requests or not engine.is_idle:
-        for batch in engine.step_overlapped().tokens:
+        events = engine.step_overlapped()
+        if isinstance(runner, GPURunner):
+            shared = max(shared, len(runner._rows.sharing))
+        for told in events.logprobs:
+            logprobs[told.request, told.logprobs.position] = told.logprobs
+        for batch in events.tokens:
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
+    assert shared == 2 * on_gpu, "two prompts with the same beginning, and two branches of one"
     guided = sum(len(found[number]) for number in list(found)[-3:])
     # The last three have guides, and one that is over may have a mask for a token that is dropped.
     assert guided <= engine.scheduler.state.counters.masks <= guided + 3
-    return found
+    return found, logprobs
+
+
+def assert_same(found: Logprobs, expected: Logprobs) -> None:
+    assert found.keys() == expected.keys()
+    for key, right in expected.items():
+        told = found[key]
+        assert (told.token, told.rank, told.top_tokens) == (right.token, right.rank, right.top_tokens)
+        assert told.logprob == pytest.approx(right.logprob, abs=1e-4)
+        assert told.top_logprobs == pytest.approx(right.top_logprobs, abs=1e-4)
 
 
 def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    expected = generate(tmp_path, on_gpu=False, depth=0)
+    expected, right = generate(tmp_path, on_gpu=False, depth=0)
     assert all(expected.values())
     assert [len(tokens) for tokens in expected.values()][-3:] == [6, 5, 7]
-    assert generate(tmp_path, on_gpu=True, depth=1) == expected
-    assert generate(tmp_path, on_gpu=True, depth=3) == expected
+    assert {len(told.top_tokens) for told in right.values()} == {0, 1, 2, 5, 20}
+    for depth in (1, 3):
+        tokens, logprobs = generate(tmp_path, on_gpu=True, depth=depth)
+        assert tokens == expected
+        assert_same(logprobs, right)
 
 
 def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
@@ -119,7 +162,7 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
 ) -> None:
     """Chunks, copied blocks and neighbours included: what is read is what was rounded once, at the store."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    plain = generate(tmp_path, on_gpu=False, depth=0)
+    plain, _ = generate(tmp_path, on_gpu=False, depth=0)
     write, fp8 = KVTensors.write, torch.float8_e4m3fn
 
     def rounded(self: KVTensors, layer: int, slots: torch.Tensor, *new: torch.Tensor) -> None:
@@ -127,10 +170,10 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
         write(self, layer, slots, keys, values)
 
     monkeypatch.setattr(KVTensors, "write", rounded)
-    expected = generate(tmp_path, on_gpu=False, depth=0)
+    expected, _ = generate(tmp_path, on_gpu=False, depth=0)
     assert expected != plain, "eight bits make a difference, or this test says nothing"
     exact_fp8(monkeypatch)
-    assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8) == expected
+    assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
 
 
 def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:

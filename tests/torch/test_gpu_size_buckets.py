@@ -25,10 +25,10 @@ def test_every_batch_has_a_bucket_and_no_smaller_one_holds_it(most: int) -> None
 
 
 def test_decode_steps_of_every_kind_are_captured_for_every_bucket() -> None:
-    keys = decode_keys(100)
-    assert {key.slots for key in keys} == set(slot_buckets(100)) and len(keys) == len(KINDS) * len(
-        slot_buckets(100)
-    )
+    keys = decode_keys(100, can_share=True)
+    assert {key.slots for key in keys} == set(slot_buckets(100))
+    assert len(keys) == len(KINDS) * len(slot_buckets(100))
+    assert not any(key.kind.shared for key in decode_keys(100, can_share=False))
 
 
 @pytest.mark.parametrize("most_slots, most_tokens", [(1024, 8192), (16, 512), (2, 64), (300, 2048)])

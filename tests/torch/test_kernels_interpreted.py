@@ -20,6 +20,7 @@ from paceline.runner.gpu.kernels.gumbel_sampling import (
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from paceline.runner.gpu.kernels.step_rows import DrawnTokens, RowColumns, update_rows
 from tests.gpu import kernel_cases as cases
+from tests.gpu import kernel_row_cases as row_cases
 from tests.gpu import kernel_small_cases as small
 from tests.gpu.kernel_references import reference_sample, reference_update_rows
 
@@ -46,9 +47,25 @@ def test_prefill_attention_with_and_without_what_was_before(window: int) -> None
     cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
 
 
-def test_a_shared_prefix_is_computed_once_and_joined() -> None:
-    cases.check_cascade(SMALL, 128, [1, 70, 64] * 12)
-    cases.check_cascade(SMALL, 64, [1, 70, 64], by_row=True)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [(64, 8000 // 64 * 64)],
+        [(8, 1984)] * 32,
+        [(2, 256), (1, 64), (300, 12_800), (17, 320)],
+        [(2 + number % 40, 64 * (1 + number * number % 97)) for number in range(32)],
+    ],
+)
+def test_the_list_of_shared_beginnings_covers_them(groups: list[tuple[int, int]]) -> None:
+    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264)):
+        cases.check_shared_plan(groups, "cpu", group=group, target=target)
+
+
+def test_shared_prefixes_are_computed_once_and_joined() -> None:
+    cases.check_cascade(SMALL, [(128, [1, 70, 64] * 12)])
+    cases.check_cascade(SMALL, [(64, [1, 70]), (704, [3, 64, 1]), (192, [5] * 35)], alone=[1, 130])
+    cases.check_cascade(SMALL, [(64, [1, 2])] * 32, alone=[9], target=1)
 
 
 @pytest.mark.parametrize("rotary_dim, has_norm", [(64, False), (64, True), (32, True)])
@@ -129,6 +146,12 @@ def test_rows_take_their_tokens_and_end() -> None:
     assert [code for _, code in report] == [3, -1, 2, 1, 1]
     for name in ("tokens", "length", "active"):
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 5001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_definition(vocabulary: int, dtype: torch.dtype) -> None:
+    row_cases.check_token_logprobs("cpu", draws=7, vocabulary=vocabulary, dtype=dtype)
 
 
 @pytest.mark.parametrize("parts, gated", [(1, False), (2, False), (1, True)])

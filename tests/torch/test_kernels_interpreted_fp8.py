@@ -45,7 +45,7 @@ def test_prefill_attention_with_queries_of_sixteen_bits(shape: cases.Shape) -> N
 
 
 def test_a_shared_prefix_is_computed_once_and_joined() -> None:
-    cases.check_cascade(SMALL, 128, [1, 70, 64] * 12)
+    cases.check_cascade(SMALL, [(128, [1, 70, 64] * 6), (320, [1, 70])])
 
 
 @pytest.mark.parametrize("rotary_dim, has_norm", [(64, False), (64, True), (32, True)])

@@ -27,6 +27,7 @@ from paceline.cli.serve.flags import SERVE
 from paceline.cli.sim import SIM
 from paceline.cli.steer import DIAL, POLICY
 from paceline.cli.top.run import TOP
+from paceline.cli.train_head import TRAIN_HEAD
 from paceline.cli.tune import TUNE
 from paceline.cli.usage import USAGE
 from paceline.errors import PacelineError
@@ -39,7 +40,7 @@ PACELINE = CommandGroup(
     version=f"paceline {__version__}",
     headings={
         "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH),
-        "Models": MODELS,
+        "Models": (*MODELS, TRAIN_HEAD),
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),
         "Operate": (TOP, DIAL, POLICY, KEYS, USAGE, EXPLAIN, TRACE, AUDIT),

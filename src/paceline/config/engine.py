@@ -30,7 +30,12 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
-DRAFT_METHODS = ("off", "auto", "ngram", "history")
+HEAD_KINDS = ("eagle", "medusa")
+MODEL_METHODS = (*HEAD_KINDS, "draft_model")  # that need a model
+DRAFT_METHODS = ("off", "auto", "ngram", "history", *MODEL_METHODS)
+# vLLM's words.
+_OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
+_DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
@@ -148,6 +153,7 @@ class DraftConfig:
     """Tokens that are guessed and verified in one step. Part of the config, so that a run log has it."""
 
     method: str = "ngram"
+    model: str = ""  # folder or name of the head or model that guesses; empty: none does
     width: int = USUAL_DRAFTS  # most drafts of one row in a step
     # Seconds of a step as a line over its tokens, as far as known at the start.
     fixed_s: float = 0.0
@@ -163,22 +169,32 @@ class DraftConfig:
             except ValueError as error:
                 raise ConfigError(f"--speculative-config is not JSON: {error}") from None
         assert isinstance(given, dict)
-        unknown = sorted(set(given) - {"method", "num_speculative_tokens"})
+        unknown = sorted(set(given) - set(_DRAFT_FIELDS))
         if unknown:
             raise ConfigError(
-                f"--speculative-config: {unknown[0]} is not known; there are method and num_speculative_tokens"
+                f"--speculative-config: {unknown[0]} is not known; there are {', '.join(_DRAFT_FIELDS)}"
             )
         method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
-        method = "history" if method == "suffix" else method  # vLLM's word for it
+        method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
         if method not in DRAFT_METHODS:
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
+        model = given.get("model", "")
+        if not isinstance(model, str):
+            raise ConfigError("--speculative-config: model must be the folder or the name of a model")
+        if method in MODEL_METHODS and not model:
+            raise ConfigError(
+                f"--speculative-config: method {method} needs model, the folder of a head or a model: "
+                f'{{"method": "{method}", "model": "FOLDER"}}'
+            )
+        if model and method in ("ngram", "history"):
+            raise ConfigError(f"--speculative-config: method {method} takes no model")
         if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width <= MOST_DRAFTS:
             raise ConfigError(
                 f"--speculative-config: num_speculative_tokens must be 0 to {MOST_DRAFTS}, not {width!r}"
             )
         if method == "off" or not width:
             return None
-        return cls(method="history" if method == "auto" else method, width=width)
+        return cls(method="history" if method == "auto" else method, model=model, width=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,8 +452,8 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding, on a CPU: off, auto, ngram, history, or a JSON object with method and "
-        "num_speculative_tokens",
+        "speculative decoding, on a CPU: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, "
+        "draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")

@@ -83,7 +83,7 @@ OPTIONS: Hints = {
     **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
     "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), _LORA),
-    "speculative_model": "drafts come from the text itself: speculative_config='auto'",
+    "speculative_model": 'name it in speculative_config: \'{"model": "FOLDER"}\'',
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"), _MEDIA),
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",
     "swap_space": "give num_host_blocks, in KV blocks",

@@ -60,15 +60,27 @@ class Decoder:
         self._rotaries = [Rotary(rope, max_positions) for rope in spec.ropes]
         self._heads = [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        attend: Attend,
+        tapped: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`. `tapped`: gets the
+        hidden states before the layers it has as keys."""
         turns = [rotary.cos_sin(positions, lengths) for rotary in self._rotaries]
         x = self.parts.embedding(tokens)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         for index, layer in enumerate(self.parts.layers):
+            if tapped is not None and index in tapped:
+                tapped[index] = x
             cos, sin = turns[self.spec.layer_ropes[index]]
             x = self._layer(index, layer, x, cos, sin, attend)
+        if tapped is not None and len(self.parts.layers) in tapped:
+            tapped[len(self.parts.layers)] = x
         return self.parts.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

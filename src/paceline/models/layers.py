@@ -36,6 +36,16 @@ class DenseLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class Embedding:
+    """Token numbers [tokens] to vectors [tokens, hidden]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.weight)
+
+
 class RMSNorm:
     """Divide by the root of the mean square, then scale. A weight of two dimensions has a row for each head."""
 

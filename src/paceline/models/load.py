@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.decoder import Attention, Decoder, Layer, Parts
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
-from paceline.models.layers import DenseLinear, Experts, FeedForward, Linear, RMSNorm
+from paceline.models.layers import DenseLinear, Embedding, Experts, FeedForward, Linear, RMSNorm
 from paceline.models.spec import ModelSpec
 
+_WITH_TENSORS = ("paceline.models.decoder", "paceline.models.layers", "paceline.models.rope")
 MAX_BUILDERS = 4  # threads; each holds a matrix or two while it works
 
 
@@ -50,8 +50,7 @@ class DenseStorage:
         return DenseLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
-        table = self._tables.setdefault(weight.name, _float32(weight))
-        return lambda x: F.embedding(x, table)
+        return Embedding(self._tables.setdefault(weight.name, _float32(weight)))
 
 
 def build_decoder(
@@ -78,6 +77,17 @@ def build_decoder(
         embedding, head = ends.result()
     parts = Parts(embedding=embedding, layers=layers, norm=builder.norm("model.norm"), head=head)
     return Decoder(spec, parts, max_positions)
+
+
+def move_to(part: object, device: torch.device) -> None:
+    """Move the tensors of a decoder, or of a part of one, to a device, in place."""
+    for name in getattr(part, "__slots__", None) or list(vars(part)):
+        value = getattr(part, name)
+        if isinstance(value, Tensor):
+            setattr(part, name, value.to(device))
+        for each in value if isinstance(value, list) else [value]:
+            if type(each).__module__ in _WITH_TENSORS:
+                move_to(each, device)
 
 
 class _Builder:

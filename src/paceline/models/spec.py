@@ -6,7 +6,9 @@ architecture is a new set of options here wherever that is enough.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.costs.model import ModelWork
 
@@ -90,6 +92,18 @@ class ModelSpec:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
+
+
+class FurtherLayer(NamedTuple):
+    """A layer of a model that guesses, whose keys lie in the blocks of the model it guesses for."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def group(self, groups: Sequence[int | None]) -> int:
+        """The KV group whose blocks it uses: that of its window, or the first, which keeps most."""
+        return groups.index(self.window) if self.window in groups else 0
 
 
 # What a token and a step of a model cost, counted from the shape its checkpoint declares.

@@ -68,12 +68,8 @@ class StepAttention:
         self._all_stored = len(batch.row_of) == int(batch.count.sum())
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.store(layer, keys, values)
         group = self._kv.layer_groups[layer]
-        kept = self._kept[group]
-        if kept is not None:
-            self._kv.write(layer, self._slots[group], keys[kept], values[kept])
-        else:
-            self._kv.write(layer, self._slots[group], keys, values)
         if len(self._members) == 1 and self._members[0].are_all:
             members = self._members[0]
             return self._attend(layer, members, members.buckets[group], queries).flatten(1)
@@ -85,6 +81,15 @@ class StepAttention:
 
         self._workers.run(attend, self._members, beside=self._is_shared)
         return out.flatten(1)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values at the tokens' slots."""
+        group = self._kv.layer_groups[layer]
+        kept = self._kept[group]
+        if kept is not None:
+            self._kv.write(layer, self._slots[group], keys[kept], values[kept])
+        else:
+            self._kv.write(layer, self._slots[group], keys, values)
 
     def _attend(self, layer: int, members: Members, bucket: Bucket, queries: Tensor) -> Tensor:
         """Results of a bucket's tokens, [rows * queries, heads, head_dim]."""

@@ -34,7 +34,7 @@ from paceline.core.plan import (
 from paceline.core.pulse import Pulse
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
-from paceline.runner.drafts import Drafter, History, NgramDrafter, follow_guides
+from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 I32 = NDArray[np.int32]
@@ -115,6 +115,9 @@ class CPURunner:
             self._drafter = NgramDrafter(History() if drafts.method == "history" else None)
         eos = spec.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(len(self._rows.limit), spec.vocab_size, eos)
+        self._follower = self._drafter if isinstance(self._drafter, FollowingDrafter) else None
+        if self._follower is not None:
+            self._follower.attach(self._sampler)
         self._guided: set[int] = set()  # rows whose tokens a guide allows
         self._guides: dict[int, Mapping[int, Guide]] = {}  # of steps under way
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
@@ -190,6 +193,8 @@ class CPURunner:
                 guessed[: len(is_forced)][is_forced] = 0
             self._drafter.observe(rows, at[due], drawn.count[due], None if guessed is None else guessed[due])
             tally = self._drafter.take_tally()
+        if self._follower is not None and len(at):
+            self._follower.follow(rows, batch)
         return StepResult(
             seq=plan.seq,
             rows=at.astype(np.int32),
@@ -256,6 +261,10 @@ class CPURunner:
             except Exception:
                 _logger.exception("row %d cannot be set up", row)
                 self._broken.add(row)
+        if self._follower is not None:
+            copies = plan.row_copies
+            for source, target in zip(copies.source.tolist(), copies.target.tolist(), strict=True):
+                self._follower.fork(source, target)
 
     def _move_blocks(self, plan: StepPlan) -> I32:
         """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""

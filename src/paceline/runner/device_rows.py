@@ -59,6 +59,13 @@ class DeviceRows:
             mine = places.group == group
             table[places.row[mine], places.index[mine]] = blocks[mine]
 
+    def slots(self, owner: Index, positions: Index, block_size: int) -> tuple[Index, ...]:
+        """Where the tokens of rows are stored, by layer group."""
+        return tuple(
+            table[owner, positions // block_size] * block_size + positions % block_size
+            for table in self.tables
+        )
+
     def _join(self, joins: RowJoins) -> None:
         at = joins.row
         self.generation[at] = joins.generation
@@ -133,10 +140,7 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
     positions = start[row_of] + np.arange(len(row_of)) - first[row_of]
     owner = at[row_of]
     stored = ~masked[row_of]
-    slots = tuple(
-        np.where(stored, table[owner, positions // block_size] * block_size + positions % block_size, NOWHERE)
-        for table in rows.tables
-    )
+    slots = tuple(np.where(stored, slot, NOWHERE) for slot in rows.slots(owner, positions, block_size))
     tokens = rows.tokens[owner, positions]
     lengths = np.maximum(positions + 1, rows.num_prompt[owner])
     if plan.pad_tokens:  # computed for real, never read
@@ -155,6 +159,41 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
         lengths=lengths,
         row_of=row_of,
         slots=slots,
+    )
+
+
+def one_token_each(
+    rows: DeviceRows, at: Index, positions: Index, tokens: Index, block_size: int
+) -> FlatBatch:
+    """A batch of one token of each of the rows `at`, which are not of the plan."""
+    return FlatBatch(
+        rows=at,
+        start=positions,
+        count=np.ones(len(at), np.int64),
+        masked=np.zeros(len(at), np.bool_),
+        tokens=tokens,
+        positions=positions,
+        lengths=np.maximum(positions + 1, rows.num_prompt[at]),
+        row_of=np.arange(len(at)),
+        slots=rows.slots(at, positions, block_size),
+    )
+
+
+def part_of(batch: FlatBatch, keep: NDArray[np.bool_]) -> FlatBatch:
+    """Some of a batch's tokens: of each row the first ones, or none."""
+    count = np.bincount(batch.row_of[keep], minlength=len(batch.rows))
+    left = np.flatnonzero(count)
+    place: Index = np.cumsum(count > 0) - 1
+    return FlatBatch(
+        rows=batch.rows[left],
+        start=batch.start[left],
+        count=count[left],
+        masked=batch.masked[left],
+        tokens=batch.tokens[keep],
+        positions=batch.positions[keep],
+        lengths=batch.lengths[keep],
+        row_of=place[batch.row_of[keep]],
+        slots=tuple(slot[keep] for slot in batch.slots),
     )
 
 

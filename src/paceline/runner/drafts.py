@@ -16,14 +16,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan, draft_depth
-from paceline.runner.device_rows import DeviceRows, Drafts
+from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
+from paceline.runner.sampling.sampler import Sampler
 
 Index = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -35,6 +36,10 @@ LONGEST = 7  # tokens that are compared to tell how long a match is
 MISSED, PARTLY, WHOLLY = 0, 1, 2  # how a row's last draft fared
 FATES = 3
 OF_HISTORY = (LONGEST - 1) * FATES  # the first kind of draft from an earlier text
+LENGTHS = 4  # of matches with earlier texts that are told apart
+# The first kind of draft from a model: its probability in eighths. Where there is a model, drafts from earlier texts
+# are told apart by the length of the match alone, so that 32 kinds are enough.
+OF_MODEL, EIGHTHS = OF_HISTORY + LENGTHS, 8
 # The kinds of draft from a prediction: where the row has just got a token of it, and where it was found again.
 FOLLOWED, FOUND = DRAFT_KINDS - 2, DRAFT_KINDS - 1
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs
@@ -62,6 +67,23 @@ class Drafter(Protocol):
 
     def take_tally(self) -> DraftTally | None:
         """How drafts have fared since the last call; None: none was compared."""
+        ...
+
+
+@runtime_checkable
+class FollowingDrafter(Drafter, Protocol):
+    """One that computes beside the model: it sees what a step has computed, and draws as the sampler does."""
+
+    def attach(self, sampler: Sampler) -> None:
+        """Called once, before any row joins."""
+        ...
+
+    def fork(self, source: int, target: int) -> None:
+        """The row `target`, which has joined, goes on where `source` is."""
+        ...
+
+    def follow(self, rows: DeviceRows, batch: FlatBatch) -> None:
+        """The step of this batch is over; `rows.computed` counts what is right of it."""
         ...
 
 
@@ -231,8 +253,10 @@ class History:
 class NgramDrafter:
     """Makes drafts of rows, and tells how they fared."""
 
-    def __init__(self, history: History | None = None) -> None:
+    def __init__(self, history: History | None = None, *, beside_model: bool = False) -> None:
+        """`beside_model`: some kinds of draft are a model's (see `OF_MODEL`)."""
         self._history = history
+        self._fates_of_history = 1 if beside_model else FATES
         self._texts: dict[int, RowText] = {}
         self._trust: list[float] = [0.0] * DRAFT_KINDS
         self._compared = [0] * DRAFT_KINDS
@@ -249,6 +273,11 @@ class NgramDrafter:
     def leave(self, rows: DeviceRows, row: int) -> None:
         if self._history is not None and rows.ended[row]:  # else it was aborted, or failed, or comes back
             self._history.add(rows.tokens[row, : rows.num_tokens[row]], rows.texts.item(row))
+
+    def promises(self, at: Index) -> list[float]:
+        """The trust in the next draft of each row; that of a prediction that is being followed is certain."""
+        kinds = [self._texts[row].kind for row in at.tolist()]
+        return [0.0 if kind < 0 else 1.0 if kind == FOLLOWED else self._trust[kind] for kind in kinds]
 
     def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> Drafts | None:
         if len(plan.trust):
@@ -313,7 +342,8 @@ class NgramDrafter:
         A prediction that is being followed comes first: it is what the request asked for."""
         if self._history is not None:
             place, length = self._history.find(text.tokens, text.texts)
-            kind = OF_HISTORY + min(length - THREE, 3) * FATES + text.fate
+            fates = self._fates_of_history
+            kind = OF_HISTORY + min(length - THREE, LENGTHS - 1) * fates + text.fate % fates
             if length and (text.kind < 0 or self._trust[kind] > self._trust[text.kind]):
                 text.kind, text.place = kind, place
         if text.prediction is not None and text.prediction.kind >= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import KVConfig
-from paceline.models.spec import ModelSpec
+from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.device_rows import copies_at_once
 
 Index = NDArray[np.int64]
@@ -33,18 +34,24 @@ class LayerPools(NamedTuple):
 class KVTensors:
     """All pools of one model. Layers of a group share block numbers, not memory."""
 
-    def __init__(self, spec: ModelSpec, config: KVConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: KVConfig, further: Sequence[FurtherLayer] = ()) -> None:
+        """`further`: layers of a model that guesses, behind those of the model."""
         self.block_size = config.block_size
         self.windows = spec.group_windows
-        self.layer_groups = spec.layer_groups
+        self.layer_groups = (*spec.layer_groups, *(layer.group(self.windows) for layer in further))
+        shapes = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+        shapes += [(layer.num_kv_heads, layer.head_dim) for layer in further]
         counts = [group.num_blocks or config.num_blocks for group in config.groups]
         assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
 
-        def pool(num_blocks: int) -> Tensor:
-            return _zeros((spec.num_kv_heads, num_blocks, config.block_size, spec.head_dim))
+        def pool(num_blocks: int, shape: tuple[int, int]) -> Tensor:
+            return _zeros((shape[0], num_blocks, config.block_size, shape[1]))
 
         def pools(counts: list[int]) -> list[LayerPools]:
-            return [LayerPools(pool(counts[group]), pool(counts[group])) for group in spec.layer_groups]
+            return [
+                LayerPools(pool(counts[group], shape), pool(counts[group], shape))
+                for group, shape in zip(self.layer_groups, shapes, strict=True)
+            ]
 
         self.layers = pools(counts)
         self._host = pools([config.num_host_blocks] * len(counts)) if config.num_host_blocks else []

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.config.engine import EngineConfig, LearnedSteps, ModelConfig, StepCosts
 from paceline.errors import ConfigError
-from paceline.models.spec import ModelSpec
+from paceline.models.spec import FurtherLayer, ModelSpec
 
 GIB = 1 << 30
 MAX_STEP_S = 0.25
@@ -32,18 +32,25 @@ DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode 
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
-def block_bytes(spec: ModelSpec, block_size: int) -> int:
-    """Bytes of one block: its tokens' keys and values in every layer."""
-    return spec.num_layers * 2 * block_size * spec.num_kv_heads * spec.head_dim * 4
+def block_bytes(spec: ModelSpec, block_size: int, further: Sequence[FurtherLayer] = ()) -> int:
+    """Bytes of one block: its tokens' keys and values in every layer, and in those of a model that guesses."""
+    entries = spec.num_layers * spec.num_kv_heads * spec.head_dim
+    entries += sum(layer.num_kv_heads * layer.head_dim for layer in further)
+    return entries * 2 * block_size * 4
 
 
 def choose_sizes(
-    model: ModelConfig, spec: ModelSpec, given: Mapping[str, Any], measure: Callable[[], tuple[float, float]]
+    model: ModelConfig,
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    measure: Callable[[], tuple[float, float]],
+    further: Sequence[FurtherLayer] = (),
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `measure`: what a step takes at least, and a token."""
+    """`given` completed: every size the engine's config needs. `measure`: what a step takes at least, and a token.
+    `further`: see `block_bytes`."""
     sizes = dict(given)
     block_size = sizes.setdefault("block_size", 16)
-    per_block = block_bytes(spec, block_size)
+    per_block = block_bytes(spec, block_size, further)
     if "num_blocks" not in sizes:
         memory = model.kv_cache_memory_bytes or _default_memory()
         sizes["num_blocks"] = max(2, memory // per_block)

@@ -13,6 +13,7 @@ from paceline.config.engine import KVConfig, ModelConfig
 from paceline.core.counters import CPUWork
 from paceline.core.pulse import Pulse
 from paceline.models.decoder import Decoder
+from paceline.models.draft_head import DraftNet
 from paceline.models.files.open import Checkpoint
 from paceline.models.load import DenseStorage, Storage
 from paceline.models.quantized import QuantizedStorage, fast_product
@@ -28,39 +29,53 @@ class TorchStep:
     """A decoder over paged keys and values (`cpu.StepCompute`)."""
 
     def __init__(
-        self, decoder: Decoder, config: KVConfig, workers: Workers | None = None, pulse: Pulse | None = None
+        self,
+        decoder: Decoder,
+        config: KVConfig,
+        workers: Workers | None = None,
+        pulse: Pulse | None = None,
+        net: DraftNet | None = None,
     ) -> None:
+        """`net`: a model that guesses, whose keys are kept too and which reads hidden states."""
         self.spec = decoder.spec
-        self.kv = KVTensors(decoder.spec, config)
+        self.kv = KVTensors(decoder.spec, config, () if net is None else net.layers)
         self._decoder = decoder
-        self._workers = workers if workers is not None else Workers()
+        self._taps = () if net is None else net.taps
+        self._tapped: dict[int, Tensor] = {}
+        self.workers = workers if workers is not None else Workers()
         self._pulse = pulse if pulse is not None else Pulse()
         self._hidden = torch.zeros(0, decoder.spec.hidden_size)  # of the last batch
 
     @torch.inference_mode()
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
-        with self._workers.step(len(batch.tokens)):
-            attend = StepAttention(self.kv, rows, batch, scale=self.spec.softmax_scale, workers=self._workers)
+        with self.workers.step(len(batch.tokens)):
+            attend = StepAttention(self.kv, rows, batch, scale=self.spec.softmax_scale, workers=self.workers)
 
             def attend_and_beat(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
                 self._pulse.beat()
                 return attend(layer, queries, keys, values)
 
+            self._tapped = dict.fromkeys(self._taps, self._hidden)
             self._hidden = self._decoder.forward(
                 torch.from_numpy(batch.tokens),
                 torch.from_numpy(batch.positions),
                 torch.from_numpy(batch.lengths),
                 attend_and_beat,
+                self._tapped,
             )
         good: NDArray[np.bool_] = torch.isfinite(self._hidden).all(dim=-1).numpy()
         return good
+
+    def seen(self) -> tuple[list[Tensor], Tensor]:
+        """Of the tokens of the last batch: the hidden states that the guessing model reads, and the last one."""
+        return [self._tapped[tap] for tap in self._taps], self._hidden
 
     def work(self) -> CPUWork:
         return CPUWork(threads=torch.get_num_threads())
 
     @torch.inference_mode()
     def logits(self, tokens: Index) -> NDArray[np.float32]:
-        with self._workers.step(len(tokens)):
+        with self.workers.step(len(tokens)):
             found: NDArray[np.float32] = self._decoder.logits(self._hidden[torch.from_numpy(tokens)]).numpy()
         return found
 

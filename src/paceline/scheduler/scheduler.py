@@ -120,6 +120,12 @@ class Scheduler:
             raise rejection.error
         for request in requests:
             self._accept(request, len(requests))
+            if requests[0].parent is not None:
+                figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, requests[0].parent)
+                score = f"score {request.score:g}" if request.score else ""
+                self.state.decide(
+                    DecisionKind.FORK, request, Rule.BRANCHED, request.shares, figures, detail=score
+                )
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise the error these requests would be rejected with if they came now."""
@@ -188,10 +194,6 @@ class Scheduler:
             branch.parent = request_id
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
-        figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, request_id)
-        for branch in branches:
-            detail = f"score {branch.score:g}" if branch.score else ""
-            self.state.decide(DecisionKind.FORK, branch, Rule.BRANCHED, branch.shares, figures, detail=detail)
 
     def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
         """Put tokens behind those a request has; it continues from there, at its old place in the order.

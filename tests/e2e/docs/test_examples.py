@@ -30,6 +30,7 @@ SHOWS = {
     "07_simulate_and_plot": r"knee: \d+/s, after which p99 TTFT doubles\nwrote .*curve.png and .*timeline.png",
     "08_explain_and_replay": r"replay: identical, \d+ steps\ndecision log: whole, \d+ decisions",
     "09_structured_output": r"(yes|no); 20\d\d-\d\d-\d\d\nfields: name, age, languages",
+    "10_trees": r"round 3: 2 kept, .*\n[\s\S]+\n6 branches, \d+ tokens\nbest of 4, \d+ tokens: -[\d.]+",
 }
 
 

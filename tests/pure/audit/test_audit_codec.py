@@ -29,6 +29,7 @@ from paceline.core.inputs import (
     Block,
     Done,
     Expired,
+    Extend,
     FailAll,
     FailRequest,
     FinishRequest,
@@ -42,6 +43,7 @@ from paceline.core.inputs import (
     SetDial,
     SetPolicy,
     SetPriority,
+    SetScore,
     Shrink,
     StepFailed,
     Unblock,
@@ -49,6 +51,7 @@ from paceline.core.inputs import (
 )
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
 from paceline.core.request import BlockReason, RequestId
+from paceline.core.tree import TreeLimits
 
 KEYS = (bytes(range(4)), b"\xff\x00")
 ADD = AddRequest(id=RequestId(1), num_prompt=9, max_tokens=11, arrival_s=0.25, keys=KEYS, num_tokens=9)
@@ -66,6 +69,10 @@ BRANCH = AddRequest(
     together=2,
     wishes=(9000, None, 50, "try"),
     service_class="batch",
+    shares=4,
+    score=0.5,
+    hold_s=2.0,
+    tree=(3, None, 8),
 )
 
 
@@ -91,7 +98,10 @@ def test_an_add_comes_back_as_a_request_without_tokens() -> None:
     assert (request.service_level, request.priority) == (("batch", -1), 1)
     assert (request.parent, request.model, request.adapter) == (1, 0, 2)
     assert not request.tokens.any()
+    assert (request.shares, request.score) == (4, 0.5)
+    assert request.tree_limits == TreeLimits(max_rows=3, max_branches=8)
     wanted = request.sampling
+    assert (wanted.on_stop, wanted.hold_s) == ("hold", 2.0)
     assert (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible) == (
         9000,
         None,
@@ -108,6 +118,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
     given = [
         *(ADD, BRANCH, AbortRequest(request=one, detail="pruned"), FinishRequest(request=one, num_output=3)),
         FailRequest(request=one, detail="grammar_error"),
+        *(Extend(request=one, num_tokens=3, max_tokens=9), SetScore(request=one, score=-0.5)),
         *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
         SetDeadline(request=one, deadline_s=None),
         SetPolicy(name="fair", options=(("output_token_cost", 2.0), ("tenant_weights", "a=2"))),

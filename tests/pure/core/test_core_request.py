@@ -40,6 +40,9 @@ ALLOWED = {
     (S.PAUSED, S.WAITING),
     (S.PAUSED, S.SWAPPED),
     (S.PAUSED, S.FINISHED),
+    *((state, S.HELD) for state in (S.WAITING, S.RUNNING, S.BLOCKED, S.SWAPPED, S.PAUSED)),
+    (S.HELD, S.WAITING),  # it was extended
+    (S.HELD, S.FINISHED),
 }
 FORBIDDEN = {(one, other) for one in S for other in S} - ALLOWED
 

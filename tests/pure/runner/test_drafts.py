@@ -430,6 +430,8 @@ def test_a_size_that_costs_more_than_it_brings_is_left_out() -> None:
         ('{"num_speculative_tokens": 5}', DraftConfig(method="history", width=5)),
         ("auto", DraftConfig(method="history")),
         ("suffix", DraftConfig(method="history")),
+        ('{"method": "eagle3", "model": "x"}', DraftConfig(method="eagle", model="x")),
+        ('{"model": "x"}', DraftConfig(method="history", model="x")),
     ],
 )
 def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
@@ -439,10 +441,14 @@ def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eagle", "method 'eagle' is not off, auto, ngram, history"),
+        ("eagle", "method eagle needs model"),
+        ('{"method": "draft_model"}', "method draft_model needs model"),
+        ('{"method": "eagle", "model": 3}', "model must be the folder or the name of a model"),
+        ("mtp", "method 'mtp' is not off, auto, ngram, history"),
         ("", "method '' is not off, auto, ngram, history"),
         ("{", "is not JSON"),
-        ('{"method": "ngram", "model": "x"}', "model is not known"),
+        ('{"method": "ngram", "model": "x"}', "method ngram takes no model"),
+        ('{"method": "ngram", "tree": "x"}', "tree is not known"),
         ('{"num_speculative_tokens": 16}', "must be 0 to 15, not 16"),
         ('{"num_speculative_tokens": true}', "must be 0 to 15, not True"),
         ('{"method": ["ngram"]}', "method ['ngram'] is not"),

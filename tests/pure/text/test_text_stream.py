@@ -113,3 +113,32 @@ def test_a_word_is_forbidden_with_and_without_a_space() -> None:
 def test_empty_and_endless_words_are_refused(word: str) -> None:
     with pytest.raises(InvalidRequest, match="bad word"):
         bad_word_ids(tokenizer("byte-level"), [word])
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+@given(text=texts, put_in=texts, stops=stop_lists)
+def test_text_that_is_put_in_shows_everything_and_no_stop_ends_in_it(
+    kind: str, text: str, put_in: str, stops: list[str]
+) -> None:
+    """Also behind a stop: what its end has hidden is text when the answer goes on."""
+    one = tokenizer(kind)
+    stream = TextStream(one, [], sampling(stop=tuple(stops)))
+    ids = one.encode(text, add_special_tokens=False)
+    shown = stream.push(ids)
+    taken = len(ids) if stream.stopped_at is None else stream.stopped_at
+    inserted = one.encode(put_in, add_special_tokens=False)
+    shown += stream.inject(inserted)
+    if inserted or taken < len(ids) or stream.num_output > taken:
+        assert stream.stopped_at is None and stream.num_output == taken + len(inserted)
+    shown += stream.finish()
+    if stream.stopped_at is None:
+        assert shown == one.decode([*ids[:taken], *inserted])
+
+
+def test_a_stop_token_that_was_hidden_is_text_when_the_answer_goes_on() -> None:
+    one = tokenizer(BYTE_KINDS[0])
+    ids = one.encode("the dog", add_special_tokens=False)
+    stream = TextStream(one, [], sampling())
+    hidden = stream.push(ids, ends_with_stop_token=True)
+    assert hidden == one.decode(ids[:-1])
+    assert hidden + stream.inject(ids) + stream.finish() == one.decode([*ids, *ids])

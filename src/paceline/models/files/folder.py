@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from paceline.models.files.config_fields import CheckpointError, Fields, read_json, shown
@@ -23,7 +24,7 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class ModelFolder:
-    """One folder; `spec` is what its config.json says."""
+    """One folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +37,11 @@ class ModelFolder:
         self.config: Mapping[str, object] = config
         generation = self.json(GENERATION)
         self.generation = None if generation is None else Fields(generation, str(path / GENERATION))
-        self.spec: ModelSpec = spec_from_config(config, str(path / CONFIG), self.generation)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What its config.json says."""
+        return spec_from_config(self.config, str(self.path / CONFIG), self.generation)
 
     def file(self, name: str) -> Path | None:
         """The file of that name, or None where there is none; refuses links that lead out of the folder."""

@@ -114,10 +114,10 @@ def _open(path: Path, load_format: str) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     folder = ModelFolder(path)
-    files = folder.weights()
-    pieces = locate_in_folder(folder.spec, files.entries, str(path))
+    spec, files = folder.spec, folder.weights()
+    pieces = locate_in_folder(spec, files.entries, str(path))
     return Checkpoint(
-        spec=folder.spec,
+        spec=spec,
         path=path,
         kind="safetensors",
         tensors=_cut_from(files.tensor, pieces),

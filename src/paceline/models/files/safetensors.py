@@ -6,9 +6,11 @@ can be opened without trusting it. Owns nothing about models: names are whatever
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ TYPE_BYTES = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
 WEIGHT_TYPES = ("F32", "F16", "BF16", "F64")
+INTEGER_TYPES = {"I32": "<i4", "I64": "<i8"}
+WRITTEN_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "bool": "BOOL"}
 
 
 class SafetensorsFile:
@@ -47,6 +51,14 @@ class SafetensorsFile:
             )
         raw = self._bytes[entry.begin : entry.end]
         return StoredTensor(name=name, shape=entry.shape, dtype=entry.dtype, raw=raw, decode=decode_float)
+
+    def integers(self, name: str) -> NDArray[np.int64]:
+        """A tensor that is no weight: numbers of tokens, say."""
+        entry = self.entries[name]
+        if entry.dtype not in INTEGER_TYPES:
+            raise CheckpointError(f"{self.path}: {name} is of type {entry.dtype}, not of whole numbers")
+        raw = np.array(self._bytes[entry.begin : entry.end])  # a file may begin it at an odd address
+        return raw.view(INTEGER_TYPES[entry.dtype]).astype(np.int64).reshape(entry.shape)
 
 
 def _read_header(data: NDArray[np.uint8], where: str) -> dict[str, Entry]:
@@ -127,3 +139,24 @@ class SafetensorsFiles:
 
     def tensor(self, name: str) -> StoredTensor:
         return self._owners[name].tensor(name)
+
+    def integers(self, name: str) -> NDArray[np.int64]:
+        return self._owners[name].integers(name)
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Write arrays as one file, which replaces the one there when it is complete."""
+    header: dict[str, object] = {METADATA: dict(metadata)}
+    at = 0
+    for name, array in arrays.items():
+        place = [at, at + array.nbytes]
+        header[name] = {"dtype": WRITTEN_TYPES[array.dtype.name], "shape": array.shape, "data_offsets": place}
+        at = place[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)  # the first tensor at an even address
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+    part.replace(path)

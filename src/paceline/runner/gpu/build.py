@@ -115,7 +115,7 @@ def _buffer_bytes(spec: ModelSpec, sizes: Mapping[str, Any], longest: int, dtype
     heads = spec.num_heads * spec.head_dim
     per_token = 3 * spec.hidden_size + 3 * heads + 2 * spec.num_kv_heads * spec.head_dim
     per_token += 3 * spec.intermediate_size
-    logits = slots * (spec.vocab_size + spec.hidden_size)
+    logits = slots * (2 * spec.vocab_size + spec.hidden_size)
     rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
     steps: int = (tokens * per_token + logits) * dtype.itemsize
     return rows + steps

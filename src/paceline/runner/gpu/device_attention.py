@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.kernels import PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodePlan,
     DecodeTuning,
@@ -28,11 +27,19 @@ from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
     Spans,
     allocate_prefill_plan,
-    merge_attention,
     plan_prefill,
     prefill_attention,
 )
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kernels.shared_attention import (
+    SharedGroups,
+    SharedPlan,
+    SharedTuning,
+    allocate_shared_plan,
+    merge_shared,
+    plan_shared,
+    shared_attention,
+)
 from paceline.runner.gpu.kv_pools import KVPools
 
 FEW_ROWS = 64  # up to here a kernel is shorter than its launch, and the next one may start early
@@ -48,15 +55,14 @@ class LaunchShape:
     num_tiles: int = 0  # of the spans together
     longest_span: int = 0
     overlapped: bool = False  # kernels may start before the one before them has ended
-    shared: bool = False  # the beginning that decoding rows share is computed once for all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefix:
-    """A beginning that the first slots of a batch share."""
+class SharedPrefixes:
+    """Beginnings that slots of a batch share."""
 
-    tokens: Tensor  # int32 [rows]: how long it is for each row, 0 for those that do not share it
-    span: Spans  # one: the slots that share it, and its length as their position
+    tokens: Tensor  # int32 [rows]: how much of each row is computed with its group, 0: nothing
+    groups: SharedGroups
 
 
 class DeviceAttention:
@@ -91,12 +97,18 @@ class DeviceAttention:
             kv_heads=self._kv_heads,
             head_dim=self._dim,
         )
-        self._shared_out = torch.zeros(max_slots, self._heads, self._dim, dtype=dtype, device=device)
-        self._shared_log_sum = torch.zeros(max_slots, self._heads, device=device)
+        self._shared_tuning = SharedTuning()
+        self._shared: SharedPlan = allocate_shared_plan(
+            max_slots,
+            self._shared_tuning.target_chunks(self._multiprocessors, self._kv_heads),
+            tile_slots=self._shared_tuning.tile_slots(self._heads // self._kv_heads),
+            heads=self._heads,
+            head_dim=self._dim,
+            device=device,
+        )
         self._prefill_tuning = PrefillTuning()
         tile = self._prefill_tuning.tile_tokens(self._heads // self._kv_heads)
         self._tiles: PrefillPlan = allocate_prefill_plan(max_tokens, max_spans, tile, device=device)
-        self._shared_tiles = allocate_prefill_plan(max_slots, 1, tile, causal=False, device=device)
 
     @property
     def tile_tokens(self) -> int:
@@ -108,7 +120,7 @@ class DeviceAttention:
         slot_rows: Tensor,
         visible: Tensor,
         spans: Spans | None,
-        prefix: SharedPrefix | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> StepPlans:
         """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
@@ -118,20 +130,19 @@ class DeviceAttention:
             for window, largest in zip(self._windows, self._plans, strict=True):
                 items = largest.items[: slots + chunks]
                 plan = replace(largest, num_slots=slots, target_chunks=chunks, items=items)
-                shared = prefix.tokens if prefix is not None and not window else None
+                shared = None if prefixes is None else prefixes.tokens
                 plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared)
                 plans.append(plan)
         tiles = None
         if spans is not None:
             tiles = replace(self._tiles, tiles=self._tiles.tiles[: shape.num_tiles])
             plan_prefill(tiles, spans)
-        shared_tiles = None
-        if prefix is not None:
-            most = -(-slots // self.tile_tokens) + 1
-            shared_tiles = replace(self._shared_tiles, tiles=self._shared_tiles.tiles[:most])
-            plan_prefill(shared_tiles, prefix.span)
-            self._shared_log_sum[:slots].fill_(float("-inf"))  # of rows that share nothing
-        return StepPlans(shape, tuning, plans, tiles, shared_tiles)
+        together = None
+        if prefixes is not None:
+            assert self._windows == [0], "a row that sees a window has no beginning to share"
+            together = self._shared.limited(slots)
+            plan_shared(together, prefixes.groups)
+        return StepPlans(shape, tuning, plans, tiles, together)
 
     def attend(
         self, step: StepPlans, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
@@ -157,8 +168,9 @@ class DeviceAttention:
                 scale=scale,
                 tuning=step.tuning,
             )
-            if step.shared_tiles is not None and not self._windows[group]:
-                self._add_shared(step.shared_tiles, query[:slots], kv, out[:slots], log_sum[:slots])
+            if step.shared is not None:
+                shared_attention(query[:slots], kv, step.shared, scale=scale, tuning=self._shared_tuning)
+                merge_shared(out[:slots], log_sum[:slots], step.shared)
         if step.tiles is not None:
             prefill_attention(
                 out,
@@ -172,15 +184,6 @@ class DeviceAttention:
             )
         return out.view(tokens, -1)
 
-    def _add_shared(
-        self, tiles: PrefillPlan, query: Tensor, kv: PagedKV, out: Tensor, log_sum: Tensor
-    ) -> None:
-        """Attention over the shared beginning, with the queries of all rows that share it together."""
-        other, other_log_sum = self._shared_out[: len(out)], self._shared_log_sum[: len(out)]
-        scale, tuning = self._spec.softmax_scale, self._prefill_tuning
-        prefill_attention(other, other_log_sum, query, kv, tiles, scale=scale, tuning=tuning)
-        merge_attention(out, log_sum, other, other_log_sum)
-
     def _target(self, tuning: DecodeTuning) -> int:
         return tuning.target_chunks(self._multiprocessors, self._kv_heads)
 
@@ -193,4 +196,4 @@ class StepPlans:
     tuning: DecodeTuning
     plans: list[DecodePlan]
     tiles: PrefillPlan | None
-    shared_tiles: PrefillPlan | None
+    shared: SharedPlan | None

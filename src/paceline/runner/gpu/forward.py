@@ -89,7 +89,14 @@ class DeviceDecoder:
     """Hidden states of a step's tokens, and logits of the tokens that are sampled."""
 
     def __init__(
-        self, spec: ModelSpec, parts: Parts, *, max_tokens: int, max_logits: int, device: torch.device
+        self,
+        spec: ModelSpec,
+        parts: Parts,
+        *,
+        max_tokens: int,
+        max_logits: int,
+        max_kept: int,  # rows of logits of which a copy can be kept
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self._embedding = cast(DenseLinear, parts.embedding).weight
@@ -123,6 +130,7 @@ class DeviceDecoder:
         self._parts = torch.zeros(MAX_PARTS * MAX_ROWS * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
+        self._raw_logits = room(max_kept, spec.vocab_size)
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
@@ -189,6 +197,10 @@ class DeviceDecoder:
     def last_logits(self, count: int) -> Tensor:
         """Where `logits` has written those of the last `count` tokens."""
         return self._logits[:count]
+
+    def keep_logits(self, count: int) -> Tensor:
+        """A copy of these, for steps whose draw changes them although log-probabilities are asked for."""
+        return self._raw_logits[:count].copy_(self._logits[:count])
 
     # -- parts of a layer ------------------------------------------------------------------------------------
 

@@ -35,14 +35,17 @@ class DecodeKind(NamedTuple):
     """What a decode step does beyond the plain one."""
 
     with_rules: bool = False  # some rows have logit rules
-    shared: bool = False  # the beginning many rows share is computed apart
-    undrawn: bool = (
-        False  # it ends with the logits: rows have guides, and are drawn when their masks have come
-    )
+    shared: bool = False  # beginnings that several rows share are computed once for each group
+    undrawn: bool = False  # it ends with the logits, and a graph of its own draws
 
 
-UNDRAWN = DecodeKind(undrawn=True)
-KINDS = (DecodeKind(), DecodeKind(with_rules=True), DecodeKind(shared=True), UNDRAWN)
+KINDS = (
+    DecodeKind(),
+    DecodeKind(with_rules=True),
+    DecodeKind(shared=True),
+    DecodeKind(undrawn=True),
+    DecodeKind(shared=True, undrawn=True),
+)
 
 
 class DecodeKey(NamedTuple):
@@ -57,6 +60,10 @@ class DrawKey(NamedTuple):
 
     slots: int
     with_rules: bool
+    guided: bool
+
+
+DRAWS = ((False, True), (True, True), (True, False))  # with rules, guided
 
 
 class MixedKey(NamedTuple):
@@ -80,12 +87,17 @@ def slot_bucket(num_rows: int, max_slots: int) -> int:
     return buckets[bisect_left(buckets, num_rows)]
 
 
-def decode_keys(max_slots: int) -> list[DecodeKey]:
-    return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in KINDS]
+def decode_kinds(can_share: bool) -> list[DecodeKind]:
+    """Those a model has."""
+    return [kind for kind in KINDS if can_share or not kind.shared]
+
+
+def decode_keys(max_slots: int, *, can_share: bool) -> list[DecodeKey]:
+    return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in decode_kinds(can_share)]
 
 
 def draw_keys(max_slots: int) -> list[DrawKey]:
-    return [DrawKey(slots, with_rules) for slots in slot_buckets(max_slots) for with_rules in (False, True)]
+    return [DrawKey(slots, *draw) for slots in slot_buckets(max_slots) for draw in DRAWS]
 
 
 def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:

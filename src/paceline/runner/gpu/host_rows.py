@@ -7,6 +7,7 @@ computed, which token a step will draw for it. It never reads the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from numpy.typing import NDArray
 from paceline.config.engine import EngineConfig
 from paceline.core.plan import RowJoins, StepPlan
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.row_memory import RowMemory
 
-# Computing a shared beginning apart costs two more kernels a layer: it must spare enough reading.
-FEWEST_SHARING, SHORTEST_SHARED, LEAST_SPARED = 8, 256, 16_384  # rows, tokens, tokens not read again
+# Computing shared beginnings apart costs two more kernels a layer: together they must spare enough reading.
+SHORTEST_SHARED = 256  # tokens
+LEAST_SPARED = 16_384  # tokens that all groups need not read again
+_DEEPEST = 16  # how often a group is divided into smaller ones with longer beginnings
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -52,6 +56,8 @@ class HostRows:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.memory = RowMemory(config, device)
+        # Layers that see a window have no beginning that stays.
+        self.can_share = len(config.kv.groups) == 1 and config.kv.groups[0].window is None
         num_rows = self.memory.num_rows + 1  # the dummy is the last
         self.generation: I32 = np.zeros(num_rows, np.int32)
         self.num_prompt: I64 = np.zeros(num_rows, np.int64)
@@ -61,7 +67,7 @@ class HostRows:
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
-        self.sharing: I64 = np.zeros(0, np.int64)  # decoding rows that share a beginning; the first slots
+        self.sharing: list[SharingRows] = []  # decoding rows that share a beginning; the first slots
 
     def clear(self) -> None:
         """All rows are empty, and none decodes on the device."""
@@ -75,18 +81,18 @@ class HostRows:
         if len(joins.row):
             self._join(joins)
             self._copy_tokens(plan)
-        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
-            self.decoding[plan.leaves] = False
-            self.decoding[joins.row] = False
-            self.decoding[change.removed] = False
-            self.decoding[change.added] = True
-            self._renew_slots()
         for columns, blocks in (
             (plan.new_blocks, plan.new_blocks.block),
             (plan.block_copies, plan.block_copies.target),
         ):
             if len(columns.row):
                 self._set_blocks(columns.row, columns.group, columns.index, blocks)
+        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
+            self.decoding[plan.leaves] = False
+            self.decoding[joins.row] = False
+            self.decoding[change.removed] = False
+            self.decoding[change.added] = True
+            self._renew_slots()  # of rows whose blocks are known
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
         """The rows of the step of a plan that has been applied; counters are those after it."""
@@ -182,10 +188,11 @@ class HostRows:
     def _renew_slots(self) -> None:
         """The slots of the batch follow the rows that decode, in order; slots without a row point to the dummy row."""
         rows = np.flatnonzero(self.decoding)
-        self.sharing, length = self._find_sharing(rows)
-        self._send_sharing(length)
-        if len(self.sharing):
-            rows = np.concatenate([self.sharing, np.setdiff1d(rows, self.sharing)])
+        self.sharing = self._find_sharing(rows)
+        self._send_sharing()
+        if self.sharing:
+            together = np.concatenate([group.rows for group in self.sharing])
+            rows = np.concatenate([together, np.setdiff1d(rows, together)])
         self.decode = rows
         section = self.memory["slot_rows"].host[:, 0]
         slots = np.full(len(section), self.memory.dummy_row, np.int32)
@@ -196,33 +203,119 @@ class HostRows:
 
     # -- shared beginnings -------------------------------------------------------------------------------------
 
-    def _find_sharing(self, rows: I64) -> tuple[I64, int]:
-        """The largest group of `rows` whose first blocks are the same, and how many tokens those hold."""
-        no_rows = rows[:0]
-        if len(rows) < FEWEST_SHARING or self.memory.num_groups > 1:
-            return no_rows, 0
+    def _find_sharing(self, rows: I64) -> list[SharingRows]:
+        """Groups of `rows` whose first blocks are the same: those that spare most, if they spare enough."""
+        if not self.can_share or not len(rows):
+            return []
         table = self.memory["table0"].host
-        first = table[rows, 0]
-        blocks, counts = np.unique(first, return_counts=True)
-        largest = int(counts.argmax())
-        if counts[largest] < FEWEST_SHARING or blocks[largest] == 0:
-            return no_rows, 0
-        group = rows[first == blocks[largest]]
-        # Whole blocks that every row has computed: what follows is a row's own.
-        most = int(self.num_tokens[group].min() - 1) // BLOCK_SIZE
-        same = (table[group, :most] == table[group[0], :most]).all(axis=0)
-        length = BLOCK_SIZE * (most if same.all() else int(same.argmin()))
-        if length < SHORTEST_SHARED or (len(group) - 1) * length < LEAST_SPARED:
-            return no_rows, 0
-        return group, length
+        # Whole blocks that a row has computed: what follows is its own.
+        whole = (self.num_tokens[rows] - 1) // BLOCK_SIZE
+        blocks, which, counts = np.unique(table[rows, 0], return_inverse=True, return_counts=True)
+        may_share = (whole * BLOCK_SIZE >= SHORTEST_SHARED) & ((counts > 1) & (blocks != 0))[which]
+        rows, whole = rows[may_share], whole[may_share]
+        if len(rows) < 2:
+            return []
+        found = best_groups(table[rows, : whole.max()], whole)
+        found = sorted(found, key=lambda group: -group.spared)[:MAX_GROUPS]
+        if sum(group.spared for group in found) < LEAST_SPARED:
+            return []
+        return [SharingRows(rows[group.rows], group.length) for group in found]
 
-    def _send_sharing(self, length: int) -> None:
-        memory, group = self.memory, self.sharing
+    def _send_sharing(self) -> None:
+        memory, groups = self.memory, self.sharing
         column = memory["shared"].host[:, 0]
         wanted = np.zeros_like(column)
-        wanted[group] = length
+        for group in groups:
+            wanted[group.rows] = group.length
         changed = np.flatnonzero(column != wanted)
         if len(changed):
             memory.put("shared", changed, wanted[changed])
-        row = int(group[0]) if len(group) else memory.dummy_row
-        memory.put("shared_span", slice(0, 4), [row, 0, len(group), length])
+        counts = np.array([len(group.rows) for group in groups], np.int64)
+        entries = np.zeros((4, MAX_GROUPS), np.int32)
+        entries[0, : len(groups)] = [group.rows[0] for group in groups]
+        entries[1, : len(groups)] = np.cumsum(counts) - counts
+        entries[2, : len(groups)] = counts
+        entries[3, : len(groups)] = [group.length for group in groups]
+        for name, new in zip(("row", "first", "count", "length"), entries, strict=True):
+            changed = np.flatnonzero(memory[f"shared_{name}"].host[:, 0] != new)
+            if len(changed):
+                memory.put(f"shared_{name}", changed, new[changed])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharingRows:
+    """Rows with the same beginning, and how many tokens that has."""
+
+    rows: I64
+    length: int
+
+    @property
+    def spared(self) -> int:
+        """Tokens that need not be read again."""
+        return (len(self.rows) - 1) * self.length
+
+
+def best_groups(table: I32, whole: I64) -> list[SharingRows]:
+    """Which rows of `table` [rows, blocks] are best computed together, `whole` of whose blocks can be shared.
+
+    In order of their blocks, rows with the same beginning stand side by side, so that what neighbours have in common
+    tells all there is to know. A row is in one group at most.
+    """
+    start = min(int(whole.min()), _first((table != table[0]).any(axis=0)))
+    following = table[whole > start, start : start + 1]
+    if start and len(np.unique(following)) == len(
+        following
+    ):  # as a rule: one beginning, then rows of their own
+        length = BLOCK_SIZE * start
+        return [SharingRows(np.arange(len(table)), length)] if length >= SHORTEST_SHARED else []
+    stored, width = table.tobytes(), table.shape[1] * table.itemsize
+    ends = (whole * table.itemsize).tolist()
+    keys = [stored[number * width : number * width + end] for number, end in enumerate(ends)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    table, whole = table[order], whole[order]
+    differs = np.pad(table[:-1] != table[1:], ((0, 0), (0, 1)), constant_values=True)
+    common = np.minimum(differs.argmax(axis=1), np.minimum(whole[:-1], whole[1:]))
+    found = _divided((common * BLOCK_SIZE).tolist(), 0, len(order) - 1, 0)
+    return [SharingRows(np.array([order[place] for place in places]), length) for places, length in found]
+
+
+def _first(flags: Bool) -> int:
+    """The place of the first that is set, or their number."""
+    return int(flags.argmax()) if flags.any() else len(flags)
+
+
+_Group = tuple[list[int], int]  # places in order, and tokens in common
+
+
+def _divided(common: list[int], first: int, last: int, depth: int) -> list[_Group]:
+    """How to share the beginnings of the rows at `first` to `last`: together, or some in smaller groups that have more
+    in common. `common`: tokens that the row at each place and the next have in common."""
+    if first == last:
+        return []
+    least = min(common[first:last])
+    length = least if least >= SHORTEST_SHARED else 0
+    everything = list(range(first, last + 1))
+    together = _with_rest([], everything, length)
+    if depth == _DEEPEST:
+        return together
+    cuts = [first - 1, *(place for place in range(first, last) if common[place] == least), last]
+    smaller = [
+        group
+        for before, end in pairwise(cuts)
+        if end > before + 1
+        for group in _divided(common, before + 1, end, depth + 1)
+    ]
+    if not smaller:
+        return together
+    worth_it = [(places, own) for places, own in smaller if (len(places) - 1) * own > len(places) * length]
+    ways = (together, _with_rest(worth_it, everything, length), _with_rest(smaller, everything, length))
+    return max(ways, key=lambda groups: sum((len(places) - 1) * own for places, own in groups))
+
+
+def _with_rest(groups: list[_Group], places: list[int], length: int) -> list[_Group]:
+    """These groups, and one of the places in none of them, if that has a beginning."""
+    if not length:
+        return groups
+    grouped = {place for members, _ in groups for place in members}
+    rest = [place for place in places if place not in grouped]
+    return [*groups, (rest, length)] if len(rest) > 1 else groups

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import Capacity, EngineConfig
+from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
 I32 = NDArray[np.int32]
@@ -41,6 +42,7 @@ class RowMemory:
         self.num_rows = capacity.num_rows
         self.dummy_row = capacity.num_rows
         self.max_slots = config.scheduler.max_num_seqs
+        self.depth = config.depth  # steps that may be under way beside the one that is planned
         self.num_groups = len(config.kv.groups)
         rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
         tables = {
@@ -58,9 +60,13 @@ class RowMemory:
             "min_p": (rows, 2),
             "place": (rows, 1),
             "num_prompt": (rows, 1),
+            "logprobs": (rows, 1),
             "slot_rows": (self.max_slots, 1),
             "shared": (rows, 1),
-            "shared_span": (4, 1),
+            "shared_row": (MAX_GROUPS, 1),
+            "shared_first": (MAX_GROUPS, 1),
+            "shared_count": (MAX_GROUPS, 1),
+            "shared_length": (MAX_GROUPS, 1),
             "span_row": (rows, 1),
             "span_first": (rows, 1),
             "span_count": (rows, 1),

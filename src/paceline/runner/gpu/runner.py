@@ -2,8 +2,8 @@
 
 All steps are queued in one stream in the order of the plans, and swaps in another beside it; nothing waits for the
 device but `wait`. A step in which rows only decode is one graph, and so are the hidden states of a step with prompts,
-up to some thousand tokens. Rows that need more than the device can sample are sampled on the host by the
-reference sampler, which makes their steps wait.
+up to some thousand tokens. Log-probabilities of drawn tokens are made behind the draw. Rows that need more than the
+device can sample are sampled on the host by the reference sampler, which makes their steps wait.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paceline.core.plan import (
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
-from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefix
+from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
+    DRAWS,
     KINDS,
     MAX_SPANS,
-    UNDRAWN,
     DecodeKey,
     DecodeKind,
     DrawKey,
@@ -48,6 +48,7 @@ from paceline.runner.gpu.graphs import (
     MixedKey,
     StepGraphs,
     decode_keys,
+    decode_kinds,
     draw_keys,
     mixed_key,
     mixed_keys,
@@ -55,8 +56,10 @@ from paceline.runner.gpu.graphs import (
 )
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
+from paceline.runner.gpu.kernels.shared_attention import SharedGroups
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
+from paceline.runner.gpu.logprob_reports import AskedLogprobs
 from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling.sampler import prompt_logprobs
 
@@ -76,6 +79,7 @@ class GPUPending:
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
+    asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
@@ -90,6 +94,7 @@ class GPUPending:
         batch = self.batch
         slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
         token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
+        logprobs = self.logprobs + (() if self.asked is None else self.asked.read(token, code))
         took_part = code >= 0
         known = np.where(took_part, code, 0)
         finite, finished = known != NOT_FINITE, _CODES[known]
@@ -111,7 +116,7 @@ class GPUPending:
             finished=finished,
             finite=finite,
             copies_done=self.swapped(),
-            logprobs=self.logprobs,
+            logprobs=logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             guided=self.guided,
         )
@@ -151,7 +156,9 @@ class GPURunner:
         self._rows = HostRows(config, device)
         memory = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
-        self._decoder = DeviceDecoder(spec, parts, max_tokens=max_tokens, max_logits=max_slots, device=device)
+        self._decoder = DeviceDecoder(
+            spec, parts, max_tokens=max_tokens, max_logits=max_slots, max_kept=max_slots, device=device
+        )
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
@@ -196,7 +203,7 @@ class GPURunner:
     def _steps(self) -> dict[Key, Callable[[], object]]:
         """Every step that is captured."""
         steps: dict[Key, Callable[[], object]] = {}
-        for decode in decode_keys(self.max_slots):
+        for decode in decode_keys(self.max_slots, can_share=self._rows.can_share):
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
@@ -216,10 +223,10 @@ class GPURunner:
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
             memory.max_slots,
         }:
-            for kind in KINDS:
+            for kind in decode_kinds(self._rows.can_share):
                 self._decode_step(DecodeKey(slots, kind))
-            for with_rules in (False, True):
-                self._draw_step(DrawKey(slots, with_rules))
+            for with_rules, guided in DRAWS:
+                self._draw_step(DrawKey(slots, with_rules, guided))
         most = memory.max_slots
         few = [
             (1, 1),
@@ -301,7 +308,8 @@ class GPURunner:
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
             ring = self._ring[plan.seq % len(self._ring)]
-            draw = self._compute(batch)
+            asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
+            draw = self._compute(batch, is_asked=asked is not None)
             pending = GPUPending(
                 seq=plan.seq,
                 batch=batch,
@@ -309,26 +317,39 @@ class GPURunner:
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
                 started_s=started_s,
-                draw=partial(self._draw_late, ring, batch, draw),
+                draw=partial(self._draw_late, ring, batch, asked, draw),
+                asked=asked,
             )
             if not self._sampler.any_guided(batch):
-                pending.done, pending.logprobs = self._finish(ring, batch, draw, {})
+                pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
             return pending
 
     def _draw_late(
-        self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
+        self,
+        ring: Tensor,
+        batch: DeviceBatch,
+        asked: AskedLogprobs | None,
+        draw: Draw | None,
+        guides: Mapping[int, Guide],
     ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
         with self._queue.entered():
-            return *self._finish(ring, batch, draw, guides), self._sampler.guided
+            return *self._finish(ring, batch, asked, draw, guides), self._sampler.guided
 
     def _finish(
-        self, ring: Tensor, batch: DeviceBatch, draw: Draw | None, guides: Mapping[int, Guide]
+        self,
+        ring: Tensor,
+        batch: DeviceBatch,
+        asked: AskedLogprobs | None,
+        draw: Draw | None,
+        guides: Mapping[int, Guide],
     ) -> tuple[Mark, tuple[RowLogprobs, ...]]:
         """Draw the tokens of a step, unless its graph has, and send them to the host."""
         logprobs = () if draw is None else draw(guides)
         if len(batch.decode) + len(batch.finishing):
             # Whole: torch waits for a copy that has gaps.
             ring.copy_(self._sampler.drawn, non_blocking=True)
+        if asked is not None:
+            self._sampler.logprobs.send(asked)
         return self._queue.mark(), logprobs
 
     def _run(self, batch: DeviceBatch) -> None:
@@ -357,8 +378,9 @@ class GPURunner:
                     known = rows.memory["tokens"].device[row, : rows.num_tokens[row]].cpu().numpy()
                 sampler.host.join(row, params, known, int(rows.num_prompt[row]))
 
-    def _compute(self, batch: DeviceBatch) -> Draw | None:
-        """Compute a batch; returns what draws its tokens, or None where that is done."""
+    def _compute(self, batch: DeviceBatch, *, is_asked: bool = False) -> Draw | None:
+        """Compute a batch; returns what draws its tokens, or None where that is done. `is_asked`: rows that get a token
+        ask for its log-probability."""
         rows, sampler = self._rows, self._sampler
         if not batch.num_tokens:
             rows.memory.send()
@@ -367,18 +389,10 @@ class GPURunner:
         on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
         with_rules = bool(sampler.has_logit_rules[sampled].any())
         is_guided = sampler.any_guided(batch)
-        if not len(batch.spans) and not batch.num_pad and not on_host and not is_guided:
-            rows.memory.send()
-            kind = DecodeKind(with_rules=with_rules, shared=bool(len(rows.sharing)) and not with_rules)
-            decode = DecodeKey(slot_bucket(len(batch.decode), self.max_slots), kind)
-            if not self._graphs.replay(decode):
-                self._decode_step(decode)
-            return None
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
             slots = slot_bucket(len(batch.decode), self.max_slots)
-            self._replay_or_run(DecodeKey(slots, UNDRAWN), self._decode_step)
-            return partial(self._draw_guided, DrawKey(slots, with_rules), sampled)
+            return self._decode(DrawKey(slots, with_rules, is_guided), sampled, is_asked)
         # In a bucket too: a product of a size that has not been seen loads its kernel then, and waits for the device.
         num_draws = slot_bucket(len(sampled), self.max_slots) if len(sampled) else 0
         rows.put_batch(batch, MAX_SPANS, num_draws)
@@ -392,6 +406,8 @@ class GPURunner:
         positions = rows.num_tokens[sampled] - 1
 
         def draw(guides: Mapping[int, Guide]) -> tuple[RowLogprobs, ...]:
+            changes = with_rules or is_guided
+            raw = self._decoder.keep_logits(num_draws) if is_asked and changes else logits
             masks = None
             if is_guided:
                 masks = sampler.load_masks(sampled, guides)
@@ -399,22 +415,46 @@ class GPURunner:
             sampler.sample(logits, slot_rows, with_rules=with_rules)
             more = sampler.sample_on_host(logits, sampled, positions, masks) if on_host else ()
             sampler.update(slot_rows, with_rules=with_rules)
+            if is_asked:
+                sampler.report(raw, slot_rows)
             return found + more
 
         return draw
 
-    def _draw_guided(
-        self, key: DrawKey, sampled: NDArray[np.int64], guides: Mapping[int, Guide]
+    def _decode(self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool) -> Draw | None:
+        """A step in which all rows decode: one graph, or one up to the logits and one that draws. The second is needed
+        where masks come late, and where rules change logits that are asked about or that have a shared beginning."""
+        is_shared = bool(self._rows.sharing)
+        if key.guided or (key.with_rules and (is_asked or is_shared)):
+            kind = DecodeKind(shared=is_shared, undrawn=True)
+            self._replay_or_run(DecodeKey(key.slots, kind), self._decode_step)
+            return partial(self._draw_decoded, key, sampled, is_asked)
+        kind = DecodeKind(with_rules=key.with_rules, shared=is_shared)
+        self._replay_or_run(DecodeKey(key.slots, kind), self._decode_step)
+        if is_asked:
+            self._sampler.report(self._decoder.last_logits(key.slots), self._slot_rows(key.slots))
+        return None
+
+    def _draw_decoded(
+        self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool, guides: Mapping[int, Guide]
     ) -> tuple[RowLogprobs, ...]:
-        self._sampler.load_masks(sampled, guides)
+        raw = self._decoder.keep_logits(key.slots) if is_asked else None
+        if key.guided:
+            self._sampler.load_masks(sampled, guides)
         self._replay_or_run(key, self._draw_step)
+        if raw is not None:
+            self._sampler.report(raw, self._slot_rows(key.slots))
         return ()
 
+    def _slot_rows(self, slots: int) -> Tensor:
+        return self._rows.memory.column("slot_rows")[:slots]
+
     def _draw_step(self, key: DrawKey) -> None:
-        """The draw of rows of which some have guides, from the logits of their step."""
-        slot_rows = self._rows.memory.column("slot_rows")[: key.slots]
+        """The draw of a decode step that was computed up to its logits."""
+        slot_rows = self._slot_rows(key.slots)
         logits = self._decoder.last_logits(key.slots)
-        self._sampler.hide(logits)
+        if key.guided:
+            self._sampler.hide(logits)
         self._sampler.sample(logits, slot_rows, with_rules=key.with_rules)
         self._sampler.update(slot_rows, with_rules=key.with_rules)
 
@@ -425,18 +465,16 @@ class GPURunner:
     def _decode_step(self, key: DecodeKey) -> None:
         """A step in which all rows decode."""
         memory, slots, kind = self._rows.memory, key.slots, key.kind
-        slot_rows = memory.column("slot_rows")[:slots]
+        slot_rows = self._slot_rows(slots)
         overlapped = self._queue.is_gpu and slots <= FEW_ROWS
         shape = LaunchShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
-        prefix = None
+        prefixes = None
         if kind.shared:
-            span = memory.column("shared_span")
-            row, first, count, length = (span[index : index + 1] for index in range(4))
-            prefix = SharedPrefix(
-                tokens=memory.column("shared"), span=Spans(row=row, first=first, count=count, position=length)
-            )
-        step = self._attention.begin(shape, slot_rows, self._visible, None, prefix)
+            names = ("row", "first", "count", "length")
+            groups = SharedGroups(**{name: memory.column(f"shared_{name}") for name in names})
+            prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
+        step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
         logits = self._decoder.logits(hidden, None)
         if kind.undrawn:
@@ -483,7 +521,7 @@ class GPURunner:
     def _forward(self, shape: LaunchShape) -> Tensor:
         """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
         memory, tokens = self._rows.memory, self._tokens
-        slot_rows = memory.column("slot_rows")[: shape.num_slots]
+        slot_rows = self._slot_rows(shape.num_slots)
         for column, nothing in (
             (tokens.ids, 0),
             (tokens.positions, 0),

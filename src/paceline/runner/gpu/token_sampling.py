@@ -1,8 +1,8 @@
 """Sampling on the device: sampling parameters as columns of the rows, logit rules for the rows that need them.
 
 A row is plain (temperature, seed, stop ids), has logit rules (top-k, top-p, min-p, penalties, bias, bans), or is the
-host's: it needs logprobs, bad words of several ids, or more than the device has room for. Host rows are sampled by the
-reference sampler, and the device gets the tokens.
+host's: it needs logprobs of its prompt or of the whole vocabulary, bad words of several ids, or more than the device
+has room for. Host rows are sampled by the reference sampler, and the device gets the tokens.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from paceline.runner.gpu.kernels.truncation import (
     allocate_floor_search,
     truncate,
 )
+from paceline.runner.gpu.logprob_reports import NOT_ASKED, LogprobReports
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.noise import key_of
 from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
-from paceline.runner.sampling.sampler import Sampler
+from paceline.runner.sampling.sampler import ALL, Sampler
 
 I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -70,6 +71,7 @@ class DeviceSampler:
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._guided: set[int] = set()  # the same rows
         self.guided: GuideWork | None = None  # of the last step with guides
+        self.logprobs = LogprobReports(memory, vocab_size, device)
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
         self._masks = torch.zeros(
@@ -97,6 +99,7 @@ class DeviceSampler:
     def leave(self, rows: list[int]) -> None:
         for row in rows:
             self._guided.discard(row)
+            self.logprobs.leave(row)
             place = self._places.pop(row, None)
             if place is not None:
                 self._free.append(place)
@@ -107,6 +110,7 @@ class DeviceSampler:
         self.leave(at.tolist())
         stops = np.full((len(at), MAX_STOP_IDS), -1, np.int32)
         cuts = np.zeros((len(at), 3))
+        counts = np.zeros(len(at), np.int64)  # of likeliest tokens
         for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
             ends = params.stop_token_ids + (() if params.ignore_eos else self._eos)
             truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
@@ -117,6 +121,7 @@ class DeviceSampler:
             if self.is_guided[row]:
                 self._guided.add(row)
             self.has_logit_rules[row] = not is_host and (truncates or has_rules)
+            counts[index] = NOT_ASKED if is_host or params.logprobs is None else params.logprobs
             stops[index, : len(ends[:MAX_STOP_IDS])] = ends[:MAX_STOP_IDS]
             cuts[index] = (0, 1, 0) if is_host else (max(params.top_k, 0), params.top_p, params.min_p)
             if has_rules and not is_host:
@@ -130,6 +135,7 @@ class DeviceSampler:
         memory.put_wide("top_p", at, np.ascontiguousarray(cuts[:, 1]))
         memory.put_wide("min_p", at, np.ascontiguousarray(cuts[:, 2]))
         memory.put("num_prompt", at, joins.num_prompt)
+        self.logprobs.join(at, counts)
         memory.put("place", at, [self._places.get(row, NO_PLACE) for row in at.tolist()])
 
     def count_known_tokens(self, rows: list[int]) -> None:
@@ -142,7 +148,9 @@ class DeviceSampler:
         """Launch what is launched beside a step's own kernels, for the dummy row, which has no rules. `dtype`: of
         logits."""
         self._count_known([self._memory.dummy_row])
-        self.hide(torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device))
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        self.hide(logits)
+        self.report(logits, self._memory.column("slot_rows")[:1])
 
     def _count_known(self, rows: list[int]) -> None:
         memory = self._memory
@@ -155,7 +163,8 @@ class DeviceSampler:
 
     def _is_for_host(self, params: SamplingParams, num_stops: int, truncates: bool, has_rules: bool) -> bool:
         """Rows the device cannot sample. A new sampling parameter is listed here until it has a kernel."""
-        if params.logprobs is not None or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
+        of_everything = params.logprobs == ALL
+        if of_everything or params.prompt_logprobs is not None or num_stops > MAX_STOP_IDS:
             return True
         # Lists may leave no token of those that a guide allows; then they yield, which only the host knows.
         is_guided = params.structured_outputs is not None
@@ -224,6 +233,10 @@ class DeviceSampler:
         update_rows(self._memory.columns, drawn, slot_rows, self._chosen[:count], self._finite[:count])
         if with_rules:
             note_drawn(self._pool, self._rule_columns(slot_rows), drawn.token)
+
+    def report(self, logits: Tensor, slot_rows: Tensor) -> None:
+        """How likely the tokens drawn last were, for the rows that ask, from the raw logits they were drawn from."""
+        self.logprobs.make(logits, slot_rows, self._chosen[: len(logits)])
 
     def any_guided(self, batch: DeviceBatch) -> bool:
         """Whether a row that gets a token has a guide."""

@@ -331,6 +331,15 @@ class Sampler:
                 tokens=tokens, finite=finite, stopped=self._stopped(tokens, finite, rows), logprobs=logprobs
             )
 
+    def guess(self, logits: F32, rows: I64, positions: I64) -> I64:
+        """What rows would draw from these logits by their noise and temperature alone: drafts. Nothing is noted."""
+        tokens: I64 = logits.argmax(axis=1)
+        drawn = np.flatnonzero(self._parameters.random[rows])
+        if len(drawn):
+            with np.errstate(over="ignore"):
+                tokens[drawn] = self._draw(logits, tokens, rows, positions, drawn)
+        return tokens
+
     def _stopped(self, tokens: NDArray[np.integer[Any]], finite: Bool, rows: I64) -> Bool:
         stopped: Bool = finite & (self._parameters.stops[rows] == tokens[:, None]).any(axis=1)
         return stopped

@@ -158,6 +158,7 @@ _NOW = {
     "waiting": "is waiting for its turn now",
     "running": "is running now",
     "paused": "is paused now",
+    "held": "is held at its end now",
 }
 # What a request does after a decision; after any other it goes on as before.
 _AFTER = {
@@ -167,6 +168,8 @@ _AFTER = {
     DecisionKind.CHUNK: "running",
     DecisionKind.RESUME: "running",
     DecisionKind.FORK: "running",
+    DecisionKind.HOLD: "held",
+    DecisionKind.EXTEND: "waiting",
 }
 
 

@@ -53,7 +53,7 @@ class Recorded:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decisions_tell_the_truth(seed: int) -> None:
-    world = World(seed, drafts=False)
+    world = World(seed, drafts=False, trees=False)
     assert world.run(200)["figures of decisions"] > 30
 
 
@@ -62,7 +62,7 @@ def runs() -> list[tuple[World, Recorded]]:
     found = []
     for seed in SEEDS:
         recorded = Recorded()
-        world = World(seed, lambda config, recorded=recorded: recorded, drafts=False)  # type: ignore[misc]
+        world = World(seed, lambda config, recorded=recorded: recorded, drafts=False, trees=False)  # type: ignore[misc]
         world.run(200)
         found.append((world, recorded))
     return found

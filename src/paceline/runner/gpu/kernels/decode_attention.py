@@ -13,7 +13,7 @@ is. What lies in a block beyond a row's end is never used, whatever it is: score
 zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
 
 It must not know how keys came into their blocks, nor which rows share a prefix: for that it gives out the
-log-sum-exp of each head, and `merge_attention` joins two results.
+log-sum-exp of each head, and shared_attention.py joins the results.
 """
 
 from __future__ import annotations

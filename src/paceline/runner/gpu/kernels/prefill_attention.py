@@ -7,9 +7,6 @@ packed with the tokens into the rows of one product. Blocks that every query of 
 without masks; the blocks at the diagonal, and all blocks of a sliding window, through one with them; the copy engine
 feeds both. The last block of a row, if it is not full, is loaded under a mask: what lies beyond is never used, whatever
 it is. Keys and values of the new tokens must be in their slots before.
-
-With a plan that is not causal it is the pass over a prefix that many rows share; `merge_attention` joins its result and
-that over the rest of a row by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -41,10 +38,9 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """`causal`: a query sees what is before it and itself; else all see the `position` tokens of their span's row."""
+    """Buffers of one list of tiles."""
 
     tile_tokens: int
-    causal: bool
     tiles: Tensor  # int32 [max_tiles, TILE_WIDTH]
     count: Tensor  # int32 [1]
 
@@ -58,14 +54,12 @@ def allocate_prefill_plan(
     max_spans: int,
     tile_tokens: int,
     *,
-    causal: bool = True,
     device: torch.device | str = "cuda",
 ) -> PrefillPlan:
     """Room for `max_tokens` in any division into `max_spans`: each may have one tile that is not full."""
     max_tiles = max_tokens // tile_tokens + max_spans
     return PrefillPlan(
         tile_tokens=tile_tokens,
-        causal=causal,
         tiles=torch.zeros(max_tiles, TILE_WIDTH, dtype=torch.int32, device=device),
         count=torch.zeros(1, dtype=torch.int32, device=device),
     )
@@ -84,7 +78,6 @@ def plan_prefill(plan: PrefillPlan, spans: Spans) -> None:
         TOKENS=plan.tile_tokens,
         MAX_SPANS=max(128, triton.next_power_of_2(number)),
         WIDTH=TILE_WIDTH,
-        CAUSAL=plan.causal,
         num_warps=4,
     )
 
@@ -101,7 +94,6 @@ def _plan_kernel(
     TOKENS: tl.constexpr,
     MAX_SPANS: tl.constexpr,
     WIDTH: tl.constexpr,
-    CAUSAL: tl.constexpr,
 ):
     span = tl.arange(0, MAX_SPANS)
     present = span < number
@@ -118,8 +110,8 @@ def _plan_kernel(
         tl.store(here, row, mask=mask)
         tl.store(here + 1, first + offset, mask=mask)
         tl.store(here + 2, tl.minimum(count - offset, TOKENS), mask=mask)
-        tl.store(here + 3, position + offset * CAUSAL, mask=mask)
-        tl.store(here + 4, position + count * CAUSAL, mask=mask)
+        tl.store(here + 3, position + offset, mask=mask)
+        tl.store(here + 4, position + count, mask=mask)
     tl.store(total, tl.sum(num_tiles, 0))
 
 
@@ -177,7 +169,6 @@ def prefill_attention(
         ROWS=tuning.query_rows,
         BLOCK=BLOCK_SIZE,
         WIDTH=TILE_WIDTH,
-        CAUSAL=plan.causal,
         HAS_WINDOW=window > 0,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -207,7 +198,6 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     tile = tl.program_id(0) // KV_HEADS
@@ -230,11 +220,11 @@ def _attend_kernel(
     query_at = (first + token) * query_stride + query_head * HEAD_DIM
     q = tl.load(query + query_at[:, None] + in_head[None, :], mask=is_query[:, None], other=0.0)
     q = as_factor(q, keys.dtype.element_ty)
-    sees = position + token + 1 if CAUSAL else position + tl.zeros([ROWS], tl.int32)  # tokens a query sees
-    end = position + num_tokens if CAUSAL else position
+    sees = position + token + 1  # tokens a query sees
+    end = position + num_tokens
     begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK if HAS_WINDOW else 0
     # [begin, whole) is seen by every query, [whole, full) by some, and what is left lies in the row's last block.
-    whole = begin if HAS_WINDOW else (position + CAUSAL) // BLOCK * BLOCK
+    whole = begin if HAS_WINDOW else (position + 1) // BLOCK * BLOCK
     full = tl.minimum(tl.cdiv(end, BLOCK), length // BLOCK) * BLOCK
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -298,36 +288,3 @@ def _mask(scores, key, sees, window, HAS_WINDOW: tl.constexpr):
     if HAS_WINDOW:
         visible = visible & (key[None, :] >= sees[:, None] - window)
     return tl.where(visible, scores, float("-inf"))
-
-
-def merge_attention(out: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
-    """`out` [tokens, heads, head_dim] and `log_sum` [tokens, heads] become the result over both, in place.
-
-    Either side may be empty (minus infinity).
-    """
-    assert out.is_contiguous() and other.is_contiguous() and log_sum.is_contiguous()
-    tokens, heads, head_dim = out.shape
-    rows = 8
-    _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
-        out, log_sum, other, other_log_sum, tokens * heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _merge_kernel(out, log_sum, other, other_log_sum, num_rows, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = row < num_rows
-    at = row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    log_a = tl.load(log_sum + row, mask=mask, other=0.0)
-    log_b = tl.load(other_log_sum + row, mask=mask, other=0.0)
-    peak = tl.maximum(log_a, log_b)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # both are empty
-    weight_a = tl.exp(log_a - peak)
-    weight_b = tl.exp(log_b - peak)
-    mass = weight_a + weight_b
-    a = tl.load(out + at, mask=mask[:, None], other=0.0).to(tl.float32)
-    b = tl.load(other + at, mask=mask[:, None], other=0.0).to(tl.float32)
-    share = tl.where(mass == 0.0, 1.0, mass)
-    result = (a * weight_a[:, None] + b * weight_b[:, None]) / share[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=mask[:, None])
-    tl.store(log_sum + row, peak + tl.log(mass), mask=mask)

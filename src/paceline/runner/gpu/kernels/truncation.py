@@ -115,7 +115,7 @@ def find_floors(logits: Tensor, columns: TruncationColumns, search: FloorSearch)
 
 
 @triton.jit
-def _image(x):
+def order_image(x):
     """Unsigned integers in the order of the floats. The zeros are two, but floors are compared as floats again."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
@@ -146,7 +146,7 @@ def _needed(held, top_p):
 def _smallest_from(bound):
     """The smallest float32 that is not below a float64."""
     near = bound.to(tl.float32)
-    following = _float_of(_image(near) + 1)
+    following = _float_of(order_image(near) + 1)
     return tl.where(near.to(tl.float64) < bound, following, near)
 
 
@@ -221,7 +221,7 @@ def _narrow_kernel(
         token = start + tl.arange(0, TURN)
         present = token < vocabulary
         x = tl.load(source + token, mask=present, other=float("-inf")).to(tl.float32)
-        image = _image(x)
+        image = order_image(x)
         if FINDS_TOP:
             peak = tl.maximum(
                 peak, tl.where(present, (image ^ 0x80000000).to(tl.int32, bitcast=True), LOWEST)
