@@ -16,6 +16,8 @@ from tests.e2e.client_server import ADMIN, ENDLESS, ClientServer, client_server
 pytestmark = pytest.mark.campaign
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 COLUMNS = "[...document.querySelectorAll('.branch .body')].map((each) => each.textContent)"
+WIDEST = """[...document.querySelectorAll('*')].filter((each) => each.getBoundingClientRect().right > innerWidth)
+  .map((each) => `${each.tagName}.${each.className} ${Math.round(each.getBoundingClientRect().right)}`)"""
 LAST = "paceline.current().messages.at(-1)"
 
 
@@ -169,7 +171,7 @@ def test_a_branch_that_reached_its_length_is_held_and_goes_on(server: ClientServ
         # With the next message the server keeps nothing of it any more.
         send(page, "Thank you")
         ended(view)
-        assert [each["state"] for each in messages(view)][1::2] == ["done", "done"]
+        assert [each["state"] for each in messages(view)[1::2]] == ["done", "done"]
         assert not any(each.get("held") for each in (messages(view)[1], *messages(view)[1]["branches"]))
         server.wait_until(server.is_idle)
 
@@ -278,5 +280,5 @@ def test_branches_stay_inside_the_page(server: ClientServer, viewer: Viewer, siz
         view.wait(f"{LAST}.branches?.length === 3 && {LAST}.branches[2].state === 'done'")
         page.keyboard.press("Escape")
         view.wait("paceline.running.size === 0")
-        assert view.fits()
+        assert view.fits(), page.evaluate(WIDEST)
         view.shoot(f"chat-branches-{'narrow' if size is NARROW else 'wide'}")
