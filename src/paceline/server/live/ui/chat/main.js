@@ -62,6 +62,7 @@ function choose(conversation) {
   };
   views = [];
   byId("messages").replaceChildren(...conversation.messages.map((message) => show(conversation, message, actions)));
+  for (const column of document.querySelectorAll(".branch")) column.scrollTop = column.scrollHeight;
   document.title = conversation.messages.length ? `${titleOf(conversation)} – Paceline` : "Paceline";
   isPinned = true;
   byId("alternatives").hidden = true; // its token is gone
@@ -304,11 +305,20 @@ function draw(message) {
   isDrawing = true;
   requestAnimationFrame(() => {
     isDrawing = false;
-    for (const view of views) if (changed.has(view.message)) view.update();
+    for (const view of views) if (changed.has(view.message)) update(view);
     changed.clear();
     if (isPinned) scrollDown();
   });
 }
+
+// A branch is a column that scrolls for itself: at its end it stays there.
+function update(view) {
+  const column = view.root.closest(".branch"), isAtEnd = column && isNearEnd(column);
+  view.update();
+  if (isAtEnd) column.scrollTop = column.scrollHeight;
+}
+
+const isNearEnd = (place) => place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_PX;
 
 function showAll() {
   const isRunning = isWriting(current), isReady = server.state === "ready";
@@ -424,7 +434,7 @@ byId("text").addEventListener("keydown", (event) => {
 });
 byId("scroll").addEventListener("scroll", () => {
   const place = byId("scroll");
-  isPinned = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_PX;
+  isPinned = isNearEnd(place);
   byId("newest").hidden = isPinned;
   byId("alternatives").hidden = true;
 });

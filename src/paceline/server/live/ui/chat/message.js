@@ -135,7 +135,8 @@ export class MessageView {
     });
     this.injecting = element("div", { class: "inject" }, area, element("div", { class: "line" }, button("Put in", put, { class: "main" }), button("Cancel", leave)));
     this.foot.before(this.injecting);
-    area.focus();
+    this.root.scrollIntoView({ block: "end" });
+    area.focus({ preventScroll: true });
   }
 
   // What there is to say of an answer that is not simply there, with what can be done about it. While it only counts down
