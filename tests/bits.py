@@ -163,7 +163,7 @@ def record(
 def always_draft(engine: Engine) -> None:
     """Drafts are verified whether they are worth their time or not: nothing is learnt of it."""
     if engine.scheduler.state.drafts is not None:
-        engine.scheduler.state.drafts.learn = lambda work, result: None  # type: ignore[method-assign]
+        engine.scheduler.state.drafts.learn = lambda work, result, room=0: None  # type: ignore[method-assign]
 
 
 class Oracle:

@@ -72,7 +72,7 @@ class Recorder:
         found |= {f"GET {path}": {"response": self._json("GET", path)} for path in READ}
         for path, body in CHANGED.items():
             found[f"PUT {path}"] = {"request": body, "response": self._json("PUT", path, body)}
-        return found | self._requests() | self._batches()
+        return found | self._requests() | self._trees() | self._batches()
 
     def _requests(self) -> dict[str, dict[str, Json]]:
         """A request that is changed while it runs, and explained."""
@@ -93,6 +93,37 @@ class Recorder:
             "GET /v1/requests/{id}/explain": {"response": story},
             "GET /v1/admin/requests/{id}/explain": {"response": any_story},
         }
+
+    def _trees(self) -> dict[str, dict[str, Json]]:
+        """An answer that is forked, extended and pruned while it is held."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        held = {"max_tokens": 8, "ignore_eos": True, "stream": True, "on_stop": "hold"}
+        body = json.dumps({"model": self.model, "messages": HELLO, **held})
+        connection.request("POST", CHAT, body, {"content-type": "application/json", **self._headers})
+        answer = connection.getresponse()
+        name, path = answer.getheader("x-request-id"), "/v1/requests/{id}"
+        while b'"held"' not in answer.readline():
+            pass
+        fork, more, score = {"n": 2, "max_tokens": 4}, {"text": " So", "max_tokens": 8}, {"score": 1.5}
+        found: dict[str, dict[str, Json]] = {}
+        for place in (path, path + "/{branch}"):
+            at = place.replace("{id}", str(name)).replace("{branch}", "0")
+            found[f"POST {place}/fork"] = {
+                "request": fork,
+                "response": self._json("POST", f"{at}/fork", fork),
+            }
+            found[f"POST {place}/extend"] = {
+                "request": more,
+                "response": self._json("POST", f"{at}/extend", more),
+            }
+        changed = self._json("PATCH", f"/v1/requests/{name}/0", score)
+        found[f"PATCH {path}/{{branch}}"] = {"request": score, "response": changed}
+        found[f"GET {path}/tree"] = {"response": self._json("GET", f"/v1/requests/{name}/tree")}
+        ended = {"branches": [0]}
+        pruned = self._json("POST", f"/v1/requests/{name}/prune", ended)
+        found[f"POST {path}/prune"] = {"request": ended, "response": pruned}
+        connection.close()
+        return found
 
     def _batches(self) -> dict[str, dict[str, Json]]:
         line = json.dumps({**LINE, "body": {"model": self.model, **GENERATING[CHAT]}})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
+    ORACLE,
     Capacity,
     DraftConfig,
     EngineConfig,
@@ -286,13 +287,10 @@ def _on_cpu(
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = _engine_config(checkpoint, sizes)
     if drafts is not None:
-        if config.scheduler.mode != "continuous":
-            raise ConfigError(
-                "--speculative-config needs --mode continuous: rows of a padded batch go on together"
-            )
+        if drafts.method == ORACLE:
+            raise ConfigError("--speculative-config oracle is for measurements on a GPU")
         fixed_s, token_s = backend.measure()
-        drafts = replace(drafts, fixed_s=fixed_s, token_s=token_s)
-        config = replace(config, scheduler=replace(config.scheduler, drafts=drafts))
+        config = _with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
         decoding = partial(
@@ -475,13 +473,9 @@ def _on_gpu(
     from paceline.runner.gpu import build
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
-    from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
+    from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
     from paceline.runner.sizing import block_seconds
 
-    if drafts is not None:
-        raise ConfigError(
-            "--speculative-config: speculative decoding works on a CPU so far; leave it out on a GPU"
-        )
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(
             "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have "
@@ -493,8 +487,17 @@ def _on_gpu(
     parts = build.load_parts(checkpoint, device, dtype, partial(on_progress, "loading weights"))
     on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
+    if drafts is not None and drafts.model:
+        raise ConfigError(
+            "--speculative-config: heads and draft models run on a CPU so far; on a GPU leave model out: auto, ngram "
+            "and history need none"
+        )
+    if drafts is not None:
+        config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype)
+    if drafts is not None:
+        config = _with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
     if wanted or (interactive and "max_num_batched_tokens" not in given):
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
@@ -509,6 +512,14 @@ def _on_gpu(
         runner={"name": "gpu"},
     )
     return Built(config, runner, hardware, (), CPUWork)
+
+
+def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
+    if config.scheduler.mode != "continuous":
+        raise ConfigError(
+            "--speculative-config needs --mode continuous: rows of a padded batch go on together"
+        )
+    return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
 
 
 def _weighs_preemption(config: EngineConfig) -> bool:

@@ -12,7 +12,10 @@ from tests.e2e.client_server import ENDLESS, MODEL, NARROW_KEY, ClientServer, cl
 
 PROMPT = list(range(40, 60))
 PLAIN = {
-    **{"model": MODEL, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
+    "model": MODEL,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
     "allowed_token_ids": list(range(30, 90)),  # characters
 }
 

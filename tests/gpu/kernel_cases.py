@@ -6,7 +6,7 @@ Memory that no row owns is NaN in every case, so that whatever a kernel reads be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
+    RowQueries,
     allocate_partials,
     allocate_plan,
     decode_attention,
@@ -144,7 +145,8 @@ def check_decode(
     out = torch.full_like(query, float("nan"))
     log_sum = torch.full((slots, shape.heads), float("nan"), device=device)
     plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
-    plan_decode(plan, slot_rows, all_lengths, window=window)
+    plan = replace(plan, window=window)
+    plan_decode(plan, slot_rows, all_lengths)
     partials = allocate_partials(plan, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     scale = shape.head_dim**-0.5
     decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning)
@@ -160,6 +162,54 @@ def check_decode(
             assert_close(out[slot], expected[slot], 3 * shape.tolerance)
 
 
+def check_wide_decode(
+    shape: Shape,
+    rows: Sequence[tuple[int, int]],
+    *,
+    width: int,
+    window: int = 0,
+    target_chunks: int = 16,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """`rows` are (tokens before the queries, queries) of one row each: each query sees what a prompt's token would."""
+    lengths = [before + count for before, count in rows]
+    live = [max(0, before + 1 - window) if window else 0 for before, _ in rows]
+    kv = paged_kv(shape, lengths, live_from=live)
+    device, order = (
+        shape.device,
+        torch.randperm(len(rows) + 1),
+    )  # the last row is empty, as one that has ended
+
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    all_lengths, slot_rows = column([*lengths, 0]), order.to(torch.int32).to(device)
+    counts = [rows[row][1] if row < len(rows) else 0 for row in order.tolist()]
+    firsts = [sum(counts[:slot]) for slot in range(len(counts))]
+    queries = RowQueries(first=column(firsts), count=column(counts), lengths=all_lengths, width=width)
+    total, slots = sum(counts), len(counts)
+    query = shape.random(total + 2, shape.heads, shape.head_dim)  # two tokens that belong to no row
+    out = torch.full_like(query, float("nan"))
+    log_sum = torch.full((total + 2, shape.heads), float("nan"), device=device)
+    plan = allocate_plan(slots, target_chunks, min_chunk=BLOCK_SIZE, device=device)
+    plan = replace(plan, queries=queries, window=window)
+    plan_decode(plan, slot_rows, all_lengths)
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    partials = allocate_partials(plan, **sizes, width=width)
+    scale = shape.head_dim**-0.5
+    decode_attention(out, log_sum, query, kv, plan, partials, scale=scale, tuning=tuning)
+    for slot, row in enumerate(order.tolist()):
+        part = slice(firsts[slot], firsts[slot] + counts[slot])
+        if counts[slot]:
+            expected, expected_log = reference_prefill_attention(
+                query[part], kv, row, rows[row][0], scale=scale, window=window
+            )
+            assert_close(out[part], expected, shape.tolerance)
+            assert_close(log_sum[part], expected_log, shape.tolerance)
+    assert out[total:].isnan().all() and log_sum[total:].isnan().all(), "another token was written"
+    assert not partials.arrived.any()
+
+
 def check_plan(lengths: Sequence[int], device: str, *, window: int = 0, target: int = 16) -> None:
     """The items cover every visible token exactly once and name each partial result once."""
     slots = len(lengths)
@@ -167,7 +217,8 @@ def check_plan(lengths: Sequence[int], device: str, *, window: int = 0, target: 
     rows = torch.randperm(slots).to(torch.int32)
     columns = torch.zeros(slots, dtype=torch.int32)
     columns[rows.long()] = torch.tensor(lengths, dtype=torch.int32)
-    plan_decode(plan, rows.to(device), columns.to(device), window=window)
+    plan = replace(plan, window=window)
+    plan_decode(plan, rows.to(device), columns.to(device))
     num_items, num_partials, chunk = plan.counts.tolist()
     assert num_items <= plan.max_items and num_partials <= plan.max_partials
     covered: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(slots)}

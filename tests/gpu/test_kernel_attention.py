@@ -48,6 +48,16 @@ def test_decode_of_skewed_empty_and_single_token_rows(group: int, head_dim: int,
     cases.check_decode(shape(group=group, head_dim=head_dim), SKEWED, window=window, target_chunks=66)
 
 
+@pytest.mark.parametrize("group, head_dim", [(1, 64), (2, 128), (4, 128), (8, 64), (3, 128)])
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+@pytest.mark.parametrize("window", [0, 1000])
+def test_decode_of_rows_with_drafts(group: int, head_dim: int, width: int, window: int) -> None:
+    rows = [(length, 1 + index % width) for index, length in enumerate(SKEWED)]
+    cases.check_wide_decode(
+        shape(group=group, head_dim=head_dim), rows, width=width, window=window, target_chunks=66
+    )
+
+
 @pytest.mark.parametrize("tile, num_warps, num_stages", [(64, 4, 3), (64, 2, 2), (32, 1, 4), (16, 2, 3)])
 def test_decode_with_other_launch_parameters(tile: int, num_warps: int, num_stages: int) -> None:
     tuning = DecodeTuning(tile=tile, num_warps=num_warps, num_stages=num_stages)

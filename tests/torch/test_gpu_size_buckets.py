@@ -8,6 +8,8 @@ from paceline.runner.gpu.graphs import (
     KINDS,
     MixedKey,
     decode_keys,
+    draft_key,
+    draft_keys,
     mixed_key,
     mixed_keys,
     slot_bucket,
@@ -53,3 +55,25 @@ def test_larger_steps_are_launched_by_themselves() -> None:
     keys = mixed_keys(1024, 8192)
     assert mixed_key(keys, 4097, 0) is None
     assert mixed_key(keys, 4096, 1024) == MixedKey(4096, 1024)
+
+
+@pytest.mark.parametrize("most_slots, most_tokens", [(1024, 2048), (3, 51), (300, 2048), (1, 9)])
+@pytest.mark.parametrize("with_rules", [False, True])
+def test_a_step_with_drafts_takes_the_smallest_that_holds_it(
+    most_slots: int, most_tokens: int, with_rules: bool
+) -> None:
+    keys = draft_keys(most_slots, most_tokens, with_rules=with_rules)
+    assert keys == sorted(keys) and all(key.tokens <= most_tokens for key in keys)
+    assert {key.with_rules for key in keys} == {with_rules}
+    for rows in {1, (most_slots + 1) // 2, most_slots}:
+        for drafts in (0, 1, rows, 4 * rows, 7 * rows):
+            key = draft_key(keys, rows, drafts)
+            holding = [one for one in keys if one.tokens >= rows + drafts and one.slots >= rows]
+            # Where a step is too large, as many of its drafts as there is room for are verified.
+            assert key == (min(holding) if holding else keys[-1])
+            assert key is not None and key.tokens >= rows
+
+
+def test_more_rows_than_any_step_with_drafts_has_are_not_drafted_for() -> None:
+    assert draft_key(draft_keys(4000, 2048, with_rules=False), 2049, 0) is None
+    assert draft_key(draft_keys(8, 1, with_rules=False), 1, 3) is None

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.engine import SchedulerConfig
+from paceline.config.engine import DraftConfig, SchedulerConfig
 from paceline.models.files.open import open_checkpoint
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
-from paceline.runner.gpu.step_times import FEWEST, PACE, with_pace
+from paceline.runner.gpu.step_times import FEWEST, PACE, measured_drafts, with_pace
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,3 +86,16 @@ def test_no_target_means_no_pace(spec: ModelSpec) -> None:
 def test_a_small_budget_is_the_only_size(spec: ModelSpec) -> None:
     config = with_pace(SchedulerConfig(max_num_batched_tokens=100), Device(max_slots=4), spec, 2)
     assert config.step_costs is not None and config.step_costs.sizes == (100,)
+
+
+class DraftingDevice(Device):
+    draft_sizes = (2, 4, 8)
+
+    def drafted_seconds(self, num_tokens: int) -> float:
+        return {2: 4e-3, 4: 7e-3, 8: 6e-3}[num_tokens]
+
+
+def test_a_larger_step_with_drafts_is_never_taken_for_a_quicker_one() -> None:
+    drafts = measured_drafts(DraftingDevice(), DraftConfig(width=4))
+    assert drafts.sizes == (1, 2, 4, 8) and drafts.seconds == (5e-3, 5e-3, 7e-3, 7e-3)
+    assert drafts.width == 4

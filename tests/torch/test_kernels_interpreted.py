@@ -42,6 +42,13 @@ def test_decode_attention_of_larger_tiles() -> None:
     cases.check_decode(SMALL, [130, 33], tuning=DecodeTuning(tile=64))
 
 
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("window", [0, 70])
+def test_decode_attention_of_rows_with_drafts(width: int, window: int) -> None:
+    rows = [(0, 1), (63, 2), (64, width), (300, width - 1), (126, width)]
+    cases.check_wide_decode(SMALL, rows, width=width, window=window, target_chunks=4)
+
+
 @pytest.mark.parametrize("window", [0, 70])
 def test_prefill_attention_with_and_without_what_was_before(window: int) -> None:
     cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)

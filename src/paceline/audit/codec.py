@@ -133,7 +133,9 @@ def config_of(value: Json) -> EngineConfig:
     if scheduler.get("learned_steps") is not None:
         scheduler["learned_steps"] = LearnedSteps(**scheduler["learned_steps"])
     if scheduler.get("drafts") is not None:
-        scheduler["drafts"] = DraftConfig(**scheduler["drafts"])
+        drafts = dict(scheduler["drafts"])
+        lists = {name: tuple(drafts.get(name, ())) for name in ("sizes", "seconds")}
+        scheduler["drafts"] = DraftConfig(**{**drafts, **lists})
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)
@@ -279,7 +281,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
     if len(result.predicted):
         encoded["predicted"] = pack(result.predicted)
     if result.drafts is not None:
-        encoded["drafts"] = [pack(column) for column in result.drafts]
+        used = 3 if result.drafts.offered.any() else 2
+        encoded["drafts"] = [pack(column) for column in result.drafts[:used]]
     return encoded
 
 

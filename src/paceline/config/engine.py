@@ -36,6 +36,8 @@ DRAFT_METHODS = ("off", "auto", "ngram", "history", *MODEL_METHODS)
 # vLLM's words.
 _OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
+# For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
+ORACLE = "oracle"
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
@@ -158,6 +160,12 @@ class DraftConfig:
     # Seconds of a step as a line over its tokens, as far as known at the start.
     fixed_s: float = 0.0
     token_s: float = 0.0
+    acceptance: float = 1.0  # of an oracle: share of its drafts that are right
+    # Steps of a GPU: tokens of each size there is, ascending, and the seconds of such a step. A step is computed at the
+    # next larger size, with all the drafts it has room for, and has none beside prompts. Empty: steps are as large as
+    # what they compute.
+    sizes: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, text: str) -> DraftConfig | None:
@@ -169,6 +177,9 @@ class DraftConfig:
             except ValueError as error:
                 raise ConfigError(f"--speculative-config is not JSON: {error}") from None
         assert isinstance(given, dict)
+        acceptance = given.pop("acceptance", 1.0) if given.get("method") == ORACLE else 1.0
+        if not isinstance(acceptance, int | float) or not 0.0 <= acceptance <= 1.0:
+            raise ConfigError(f"--speculative-config: acceptance must be 0 to 1, not {acceptance!r}")
         unknown = sorted(set(given) - set(_DRAFT_FIELDS))
         if unknown:
             raise ConfigError(
@@ -176,7 +187,7 @@ class DraftConfig:
             )
         method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
         method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
-        if method not in DRAFT_METHODS:
+        if method not in (*DRAFT_METHODS, ORACLE):
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
         model = given.get("model", "")
         if not isinstance(model, str):
@@ -194,7 +205,8 @@ class DraftConfig:
             )
         if method == "off" or not width:
             return None
-        return cls(method="history" if method == "auto" else method, model=model, width=width)
+        method = "history" if method == "auto" else method
+        return cls(method=method, model=model, width=width, acceptance=float(acceptance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,7 +464,7 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding, on a CPU: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, "
+        "speculative decoding: off, auto, ngram, history, or a JSON object with method (on a CPU also eagle, medusa, "
         "draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )

@@ -209,11 +209,16 @@ class StepTimes:
 NO_TIMES = StepTimes()
 
 
+NOT_COUNTED: I32 = np.zeros(DRAFT_KINDS, np.int32)
+NOT_COUNTED.flags.writeable = False
+
+
 class DraftTally(NamedTuple):
     """How drafts fared, by kind: those compared with the token that came, and those that were that token."""
 
     compared: I32
     equal: I32
+    offered: I32 = NOT_COUNTED  # rows that had drafts, verified or not; where steps have sizes
 
 
 class GuideWork(NamedTuple):

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, SchedulerConfig
+from paceline.config.engine import DraftConfig
 from paceline.core.fast import total
 from paceline.core.plan import (
     DRAFT_KINDS,
@@ -32,7 +32,6 @@ from paceline.core.plan import (
     StepWork,
     draft_depth,
 )
-from paceline.scheduler.modes import Mode
 
 F64 = NDArray[np.float64]
 
@@ -115,8 +114,8 @@ class DraftBudget:
         self._told = self._trust.astype(np.float32)
         return self._told
 
-    def learn(self, work: StepWork, result: StepResult) -> None:
-        """A step has run."""
+    def learn(self, work: StepWork, result: StepResult, room: int = 0) -> None:
+        """A step has run, with room for so many drafts; here, those that were made count."""
         verified = int(total(result.verified)) if len(result.verified) else 0
         times = result.times
         if verified:
@@ -138,7 +137,7 @@ class DraftBudget:
         self._tallies.append(tally)
         if len(self._tallies) < TALLIES:
             return
-        compared, equal = total(self._tallies)
+        compared, equal, _ = total(self._tallies)
         self._tallies.clear()
         kept = np.exp(compared * FORGETTING)
         self._compared = self._compared * kept + compared
@@ -203,12 +202,3 @@ class StepSeconds:
             return factors[tokens]
         below = bisect_left(self._sizes, tokens)
         return factors[self._sizes[below - 1]] if below else 1.0
-
-
-def make_budget(config: SchedulerConfig, block_size: int, mode: Mode) -> DraftBudget | None:
-    """None: no drafts are made. A row's drafts lie in two blocks at most."""
-    drafts = config.drafts
-    if drafts is None or mode.keeps_finished:
-        return None
-    width = min(drafts.width, block_size - 1)
-    return DraftBudget(drafts, width) if width > 0 else None

@@ -81,7 +81,8 @@ class Scheduler:
             self.composer.pace.learn(work, result.times)
         self.state.sizes.learn(work, result.times, self.state.now_s)
         if self.state.drafts is not None:
-            self.state.drafts.learn(self.state.flights[0].work, result)
+            flight = self.state.flights[0]
+            self.state.drafts.learn(flight.work, result, flight.room)
         apply_result(self.state, result)
         if self.state.dial.watches:
             steering.judge(self.state)

@@ -47,10 +47,10 @@ from paceline.core.tree import Tree, TreeLimits
 from paceline.kv.manager import KVManager
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
-from paceline.scheduler.draft_budget import make_budget
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows
+from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.step_sizes import StepSizes
 from paceline.scheduler.tenants import TenantAccounting
 from paceline.scheduler.view_columns import row_view
@@ -118,8 +118,9 @@ class Flight:
     # Static and dynamic batches only: prompt padding as (row, tokens), and rows that decode past their end.
     pads: tuple[tuple[int, int], ...] = ()
     filling: NDArray[np.bool_] | None = None
-    # Drafts: most tokens of a row beside its first, and the first position that each row may write.
+    # Drafts: most tokens of a row beside its first, of all rows, and the first position that each row may write.
     width: int = 0
+    room: int = 0
     first: NDArray[np.int64] | None = None
 
 

@@ -163,7 +163,7 @@ def test_a_request_knows_what_became_of_its_prediction(kind: str, depth: int) ->
     runner.rows = bench.state.rows
     drafts = bench.state.drafts
     assert drafts is not None
-    drafts.learn = lambda work, result: None  # type: ignore[method-assign]
+    drafts.learn = lambda work, result, room=0: None  # type: ignore[method-assign]
     for number in range(12):
         told = (1, 2, 3) if number % 2 else ()
         bench.add(prompt(5, number), 30, seed=number, prediction=told)

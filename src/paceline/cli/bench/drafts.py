@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,20 +14,23 @@ from typing import Any
 
 from paceline.cli.bench.view import FORMAT, Report, note, show, write
 from paceline.cli.flags import engine_options, split_list, writable, write_json
-from paceline.config.engine import DraftConfig
+from paceline.config.engine import ORACLE, DraftConfig
 from paceline.config.options import from_values
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.bench.bench_options import DraftsOptions
 from paceline.lab.bench.drafts import (
     DraftsResult,
+    OracleSide,
     Side,
+    compare_oracle,
     compare_sides,
     read_questions,
     read_script,
     say,
 )
 from paceline.lab.bench.machine import engine_sizes, source_commit
+from paceline.lab.bench.shapes import write_shape
 from paceline.lab.bench.tables import drafts_table, rounded, script_table
 from paceline.models.files.fetch import DEFAULT_NAME, resolve
 from paceline.models.files.open import open_checkpoint
@@ -41,6 +46,9 @@ def drafts(values: Mapping[str, Any]) -> None:
     chosen = DraftConfig.read(method)
     if chosen is None:
         raise InputError("--speculative-config off makes no drafts; name a method to compare with none")
+    if options.drafter is not None:
+        _oracle(options, engine, writable("--json", options.json))
+        return
     if (options.data is None) == (options.script is None):
         raise InputError("give --data with questions, or --script with a log of requests")
     target = writable("--json", options.json)
@@ -85,6 +93,34 @@ def _questions(options: DraftsOptions, engine: Mapping[str, Any], method: str, t
             plain.llm.shutdown()
             drafted.llm.shutdown()
         show(report.title, drafts_table(results))
+
+
+def _oracle(options: DraftsOptions, engine: Mapping[str, Any], target: Path | None) -> None:
+    if options.shape is None:
+        raise InputError("--drafter oracle needs --shape: its tokens are random, and so are the weights")
+    counts = [_number_of(part) for part in split_list(options.rows, "--rows")]
+    config = {"method": ORACLE, "num_speculative_tokens": options.drafts, "acceptance": options.acceptance}
+    results: list[DraftsResult] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        engine = {**write_shape(options.shape, Path(folder)), **engine}
+        started_s = time.perf_counter()
+        plain, drafted = (
+            OracleSide(engine, max(counts), options.tokens, method) for method in ("off", json.dumps(config))
+        )
+        report = Report(
+            kind="drafts",
+            model=options.shape,
+            startup_s=time.perf_counter() - started_s,
+            engine={**engine_sizes(drafted.llm.loaded), "speculative_config": config},
+        )
+        with write(report, target) as save:
+            for rows in counts:
+                result = compare_oracle(plain, drafted, rows, options.acceptance, options.rounds)
+                results.append(result)
+                report.results.append(rounded(asdict(result)))
+                note(f"{rows} row{'s' * (rows > 1)}: {result.ratio:.3f}")
+                save()
+            show(report.title, drafts_table(results))
 
 
 def _number_of(text: str) -> int:

@@ -60,6 +60,7 @@ Measure what drafts bring: the same answers without and with them.
   paceline bench drafts --data question.jsonl --clients 1,4,8,16
   paceline bench drafts --data question.jsonl --speculative-config ngram
   paceline bench drafts --script log.tar.gz
+  paceline bench drafts --drafter oracle --shape qwen3-0.6b --rows 1,64
 
 Both engines run in one process, in turns, and make the same tokens. A ratio above 1 means that drafts are faster.
 --script counts the tokens a step would give if every draft were verified, for texts that were recorded; no model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.config.engine import MOST_DRAFTS
 from paceline.config.options import CheckedOptions, option
 from paceline.lab.bench.shapes import SHAPES
 
@@ -142,6 +143,25 @@ class DraftsOptions(CheckedOptions):
         panel="Workload",
         metavar="FILE",
     )
+    drafter: str | None = option(
+        None,
+        "oracle: random tokens on a GPU, drafted from the answer itself; needs --shape",
+        panel="Workload",
+        choices=("oracle",),
+    )
+    shape: str | None = option(
+        None, "shape with random weights, for --drafter", panel="Workload", choices=tuple(SHAPES)
+    )
+    acceptance: float = option(
+        0.8, "share of the drafts of --drafter that are right", low=0.0, high=1.0, panel="Workload"
+    )
+    rows: str = option(
+        "1,8,64,256",
+        "requests at a time with --drafter, separated by commas",
+        panel="Workload",
+        metavar="N[,N...]",
+    )
+    drafts: int = option(4, "most drafts of a row with --drafter", low=1, high=MOST_DRAFTS, panel="Workload")
     clients: str = option(
         "1,4,8,16",
         "requests at a time, separated by commas",

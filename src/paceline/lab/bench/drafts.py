@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import DraftConfig, EngineConfig, SchedulerConfig
+from paceline.config.engine import MOST_DRAFTS, DraftConfig, EngineConfig, SchedulerConfig
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed, InputError
@@ -29,6 +29,8 @@ from paceline.scheduler.draft_budget import DraftBudget
 
 MOST_CHARACTERS = 6000  # of a question
 ALL = "all"
+PROMPT_TOKENS = 4  # of a request whose answer is known
+GPU_BLOCK = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,71 @@ def compare_sides(
             right=right / max(verified, 1),
         )
     yield DraftsResult(clients=clients, category=ALL, ratio=statistics.geometric_mean(ratios))
+
+
+class OracleSide:
+    """An engine with made-up weights, and requests whose answers hang on nothing but their seeds."""
+
+    def __init__(self, engine: Mapping[str, Any], rows: int, tokens: int, method: str) -> None:
+        longest = PROMPT_TOKENS + tokens + MOST_DRAFTS
+        sizes = {"max_num_seqs": rows, "max_model_len": longest, "enable_prefix_caching": False}
+        blocks = rows * -(-longest // GPU_BLOCK) + rows + 8
+        self.llm = LLM(**{**engine, **sizes, "num_blocks": blocks, "speculative_config": method})
+        self._tokens = tokens
+        self.tokens: list[list[int]] = []
+
+    def answer(self, rows: int, told: Sequence[Sequence[int]] | None) -> float:
+        """Seconds that so many requests take, each with the answer it is going to give, where that is known."""
+        params = [
+            _of_noise(self._tokens, row, () if told is None else tuple(told[row])) for row in range(rows)
+        ]
+        prompts = [[5 + row % 100, 7, 11, 13] for row in range(rows)]
+        started_s = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started_s
+        self.tokens = [output.outputs[0].token_ids for output in outputs]
+        return seconds
+
+    def counts(self) -> tuple[int, int, int]:
+        counters = self.llm.loaded.engine.scheduler.state.counters
+        return counters.draft_tokens, counters.accepted_tokens, counters.logit_rows
+
+
+def _of_noise(tokens: int, seed: int, prediction: tuple[int, ...]) -> SamplingParams:
+    """A request whose tokens are drawn by noise alone, since its temperature is beyond what a request may have: random
+    weights have no favourites, and a rounding of their logits would end what is known of the answer."""
+    params = SamplingParams(
+        max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
+    )
+    object.__setattr__(params, "temperature", 1e9)
+    return params
+
+
+def compare_oracle(
+    plain: OracleSide, drafted: OracleSide, rows: int, acceptance: float, rounds: int
+) -> DraftsResult:
+    """The same requests without and with drafts, in turns."""
+    plain.answer(rows, None)
+    answers = plain.tokens
+    drafted.answer(rows, answers)  # learns what drafts bring at this number of rows
+    before, pairs = drafted.counts(), []
+    for _ in range(rounds):
+        without_s = plain.answer(rows, None)
+        pairs.append((without_s, drafted.answer(rows, answers)))
+        if not plain.tokens == drafted.tokens == answers:
+            raise EngineFailed(f"{rows} rows: the engine made other tokens with drafts than without")
+    verified, right, sampled = (now - then for now, then in zip(drafted.counts(), before, strict=True))
+    total = sum(map(len, answers))
+    return DraftsResult(
+        clients=rows,
+        category=f"oracle {acceptance:g}",
+        ratio=statistics.median(without_s / with_s for without_s, with_s in pairs),
+        plain_tokens_per_s=total / statistics.median(without_s for without_s, _ in pairs),
+        drafted_tokens_per_s=total / statistics.median(with_s for _, with_s in pairs),
+        tokens_per_step=total * rounds / max(sampled, 1),
+        verified_per_token=verified / (total * rounds),
+        right=right / max(verified, 1),
+    )
 
 
 def say(method: str, texts: Sequence[tuple[list[int], list[int]]], width: int) -> ScriptResult:

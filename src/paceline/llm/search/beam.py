@@ -14,7 +14,6 @@ from paceline.errors import InvalidRequest
 from paceline.llm.search.base import Candidate, Search, SearchResult, all_held, check_range
 from paceline.llm.tree import AsyncBranch, AsyncTree
 
-
 # What changes which tokens are drawn, and not how likely the model says they are.
 _RULES = (
     *("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", "min_tokens"),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import ModelConfig
+from paceline.config.engine import DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
@@ -26,6 +26,7 @@ from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.graphs import DRAFT_BUCKETS
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
 
@@ -80,7 +81,10 @@ def choose_gpu_sizes(
     if longest > _longest(spec):
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
     if "num_blocks" not in sizes:
-        buffers = _buffer_bytes(spec, sizes, longest, dtype)
+        draws = sizes["max_num_seqs"]
+        if DraftConfig.read(model.speculative_config) is not None:
+            draws = max(draws, DRAFT_BUCKETS[-1])
+        buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
@@ -108,14 +112,16 @@ def _longest(spec: ModelSpec) -> int:
     return min([spec.max_positions, *trained])
 
 
-def _buffer_bytes(spec: ModelSpec, sizes: Mapping[str, Any], longest: int, dtype: torch.dtype) -> int:
+def _buffer_bytes(
+    spec: ModelSpec, sizes: Mapping[str, Any], longest: int, draws: int, dtype: torch.dtype
+) -> int:
     """What the buffers of the largest step and the rows take, about."""
     slots = sizes["max_num_seqs"]
     tokens = max(sizes["max_num_batched_tokens"], slots) + slots
     heads = spec.num_heads * spec.head_dim
     per_token = 3 * spec.hidden_size + 3 * heads + 2 * spec.num_kv_heads * spec.head_dim
     per_token += 3 * spec.intermediate_size
-    logits = slots * (2 * spec.vocab_size + spec.hidden_size)
+    logits = draws * (spec.vocab_size + spec.hidden_size) + slots * spec.vocab_size
     rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
     steps: int = (tokens * per_token + logits) * dtype.itemsize
     return rows + steps

@@ -16,6 +16,7 @@ from paceline.runner.gpu.kernels.decode_attention import (
     DecodePlan,
     DecodeTuning,
     Partials,
+    RowQueries,
     allocate_partials,
     allocate_plan,
     decode_attention,
@@ -78,6 +79,7 @@ class DeviceAttention:
         max_slots: int,
         max_spans: int,
         dtype: torch.dtype,
+        most_queries: int = 1,  # of a decoding row
     ) -> None:
         device = rotations[0].device
         self._spec, self._pools, self._rotations = spec, pools, rotations
@@ -96,6 +98,7 @@ class DeviceAttention:
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._dim,
+            width=most_queries,
         )
         self._shared_tuning = SharedTuning()
         self._shared: SharedPlan = allocate_shared_plan(
@@ -121,17 +124,26 @@ class DeviceAttention:
         visible: Tensor,
         spans: Spans | None,
         prefixes: SharedPrefixes | None = None,
+        queries: RowQueries | None = None,
     ) -> StepPlans:
-        """Make the work lists of a step. `visible`: how many tokens each row's attention sees."""
+        """Make the work lists of a step. `visible`: how many tokens each row's attention sees. `queries`: decoding rows
+        have several tokens."""
         tuning = replace(decode_tuning(shape.num_slots), overlapped=shape.overlapped)
         plans = []
         slots, chunks = shape.num_slots, self._target(tuning)
         if slots:
             for window, largest in zip(self._windows, self._plans, strict=True):
                 items = largest.items[: slots + chunks]
-                plan = replace(largest, num_slots=slots, target_chunks=chunks, items=items)
+                plan = replace(
+                    largest,
+                    num_slots=slots,
+                    target_chunks=chunks,
+                    items=items,
+                    queries=queries,
+                    window=window,
+                )
                 shared = None if prefixes is None else prefixes.tokens
-                plan_decode(plan, slot_rows[:slots], visible, window=window, shared=shared)
+                plan_decode(plan, slot_rows[:slots], visible, shared=shared)
                 plans.append(plan)
         tiles = None
         if spans is not None:
@@ -158,10 +170,11 @@ class DeviceAttention:
         )
         scale = spec.softmax_scale
         if slots:
+            decoding = slots if step.plans[group].queries is None else tokens
             decode_attention(
-                out[:slots],
-                log_sum[:slots],
-                query[:slots],
+                out[:decoding],
+                log_sum[:decoding],
+                query[:decoding],
                 kv,
                 step.plans[group],
                 self._partials,

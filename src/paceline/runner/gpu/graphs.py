@@ -24,6 +24,11 @@ TOKEN_BUCKETS = (
     64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
 )  # fmt: skip
+# Steps with drafts: tokens of all rows together.
+DRAFT_BUCKETS = (
+    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+    1280, 1536, 1792, 2048,
+)  # fmt: skip
 FEW_SLOTS, MANY_SLOTS = 32, 256
 LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few
 MAX_SPANS = 256  # of a step with prompts that is replayed
@@ -66,6 +71,14 @@ class DrawKey(NamedTuple):
 DRAWS = ((False, True), (True, True), (True, False))  # with rules, guided
 
 
+class DraftKey(NamedTuple):
+    """A step in which rows decode and verify drafts: each has some of the tokens, as the device lays them out."""
+
+    tokens: int
+    slots: int
+    with_rules: bool
+
+
 class MixedKey(NamedTuple):
     """Hidden states of a step with prompts; sampling is launched separately."""
 
@@ -73,7 +86,7 @@ class MixedKey(NamedTuple):
     slots: int
 
 
-Key = DecodeKey | DrawKey | MixedKey
+Key = DecodeKey | DrawKey | DraftKey | MixedKey
 
 
 def slot_buckets(max_slots: int) -> list[int]:
@@ -106,6 +119,23 @@ def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
         few = (FEW_SLOTS,) if bucket < LONG_STEP else ()
         pairs |= {MixedKey(bucket, min(bucket, most, max_slots)) for most in (*few, MANY_SLOTS, max_slots)}
     return sorted(pairs)
+
+
+def draft_keys(max_slots: int, max_tokens: int, *, with_rules: bool) -> list[DraftKey]:
+    """Rows that have many drafts are fewer: without rules there is a graph with fewer slots too."""
+    found = set()
+    for bucket in (bucket for bucket in DRAFT_BUCKETS if bucket <= max_tokens):
+        found.add(DraftKey(bucket, min(bucket, max_slots), with_rules))
+        if not with_rules:
+            found.add(DraftKey(bucket, min(max(1, bucket // 4), max_slots), False))
+    return sorted(found)
+
+
+def draft_key(keys: list[DraftKey], num_rows: int, num_drafts: int) -> DraftKey | None:
+    """The smallest of `keys` with room for a step, or the largest, for fewer drafts; None: no rows fit."""
+    at = bisect_left(keys, (num_rows + num_drafts,))
+    fitting = next((key for key in keys[at:] if key.slots >= num_rows), keys[-1] if keys else None)
+    return fitting if fitting is not None and fitting.slots >= num_rows else None
 
 
 def mixed_key(keys: list[MixedKey], num_tokens: int, num_slots: int) -> MixedKey | None:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import Capacity, EngineConfig
+from paceline.config.engine import ORACLE, Capacity, EngineConfig
+from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
@@ -76,6 +77,13 @@ class RowMemory:
             **tables,
             "tokens": (rows, config.scheduler.max_model_len + 1),
         }
+        drafts = config.scheduler.drafts
+        if drafts is not None:
+            shapes |= {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+            if drafts.method == "history":
+                shapes["texts"] = (rows, 2)
+            if drafts.method == ORACLE:
+                shapes |= {"answer_end": (rows, 1), "answers": shapes["tokens"]}
         starts, size = {}, 0
         for name, (entries, width) in shapes.items():
             starts[name] = size
@@ -126,10 +134,11 @@ class RowMemory:
         """The same for entries of 64 bits."""
         self.put(name, at, values.view(np.int32).reshape(-1, 2))
 
-    def put_tokens(self, row: int, tokens: I32) -> None:
-        section = self._sections["tokens"]
-        section.host[row, : len(tokens)] = tokens
-        start = section.start + row * section.width
+    def put_tokens(self, row: int, tokens: I32, name: str = "tokens", first: int = 0) -> None:
+        """Tokens of a row, from position `first` on."""
+        section = self._sections[name]
+        section.host[row, first : first + len(tokens)] = tokens
+        start = section.start + row * section.width + first
         self._changed.append(np.arange(start, start + len(tokens)))
 
     def touch(self, addresses: I64) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -22,33 +21,33 @@ from torch import Tensor
 from paceline.config.engine import EngineConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import (
-    AT_LENGTH,
-    RUNNING_ON,
-    STOPPED,
     GuideWork,
     RowLogprobs,
     StepPlan,
-    StepResult,
-    StepTimes,
 )
 from paceline.models.decoder import Parts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
+from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
+    DRAFT_BUCKETS,
     DRAWS,
     KINDS,
     MAX_SPANS,
     DecodeKey,
     DecodeKind,
+    DraftKey,
     DrawKey,
     Key,
     MixedKey,
     StepGraphs,
     decode_keys,
     decode_kinds,
+    draft_key,
+    draft_keys,
     draw_keys,
     mixed_key,
     mixed_keys,
@@ -57,80 +56,15 @@ from paceline.runner.gpu.graphs import (
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
-from paceline.runner.gpu.kernels.step_rows import NOT_FINITE, StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kernels.step_rows import StepTokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.logprob_reports import AskedLogprobs
+from paceline.runner.gpu.pending import DraftedPending, GPUPending
 from paceline.runner.gpu.token_sampling import DeviceSampler
 from paceline.runner.sampling.sampler import prompt_logprobs
 
-# What comes back from the device: a step's tokens and codes, as the columns of a `StepResult`.
-
-
-_CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)  # by what `update_rows` reports
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GPUPending:
-    """A submitted step."""
-
-    seq: int
-    batch: DeviceBatch
-    ring: NDArray[np.int32]
-    swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
-    started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
-    asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
-    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
-    logprobs: tuple[RowLogprobs, ...] = ()
-    guided: GuideWork | None = None
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        if self.done is None:  # else no row with a guide gets a token in this step
-            self.done, self.logprobs, self.guided = self.draw(guides)
-
-    def wait(self) -> StepResult:
-        assert self.done is not None, "rows with guides draw when these have come"
-        self.done.wait()
-        batch = self.batch
-        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
-        token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
-        logprobs = self.logprobs + (() if self.asked is None else self.asked.read(token, code))
-        took_part = code >= 0
-        known = np.where(took_part, code, 0)
-        finite, finished = known != NOT_FINITE, _CODES[known]
-        count = took_part.astype(np.int32)
-        token[~took_part] = 0
-        rows = batch.decode.astype(np.int32)
-        if len(batch.spans):
-            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
-            at = np.concatenate([np.arange(slots), slots + batch.finishing])
-            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
-            finished = _spread(finished, at, len(rows))
-            finite = _spread(finite, at, len(rows), True)
-        return StepResult(
-            seq=self.seq,
-            rows=rows,
-            generation=batch.generation,
-            tokens=token[:, None],
-            count=count,
-            finished=finished,
-            finite=finite,
-            copies_done=self.swapped(),
-            logprobs=logprobs,
-            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            guided=self.guided,
-        )
-
-
-def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
-    """Values at their places among rows of which some have none."""
-    whole = np.full(size, rest, values.dtype)
-    whole[at] = values
-    return whole
-
-
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
-AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
+AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured once
@@ -156,8 +90,11 @@ class GPURunner:
         self._rows = HostRows(config, device)
         memory = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
+        drafts = config.scheduler.drafts
+        max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
+        max_draws = max(max_slots, max_drafted)
         self._decoder = DeviceDecoder(
-            spec, parts, max_tokens=max_tokens, max_logits=max_slots, max_kept=max_slots, device=device
+            spec, parts, max_tokens=max_tokens, max_logits=max_draws, max_kept=max_slots, device=device
         )
         self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
@@ -169,8 +106,14 @@ class GPURunner:
             max_slots=max_slots,
             max_spans=memory.num_rows,
             dtype=self._decoder.dtype,
+            most_queries=1 if drafts is None else queries_of(drafts.width),
         )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device)
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
+        self._drafts: DeviceDrafts | None = None
+        if drafts is not None:
+            sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
+            self._drafts = DeviceDrafts(drafts, memory, device=device, **sizes)
+        self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
@@ -207,6 +150,8 @@ class GPURunner:
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
+        for drafted in self._draft_keys[False] + self._draft_keys[True]:
+            steps[drafted] = partial(self._drafted_step, drafted)
         for mixed in self._mixed:
             steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
         return steps
@@ -227,6 +172,12 @@ class GPURunner:
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules, guided in DRAWS:
                 self._draw_step(DrawKey(slots, with_rules, guided))
+        if self._drafts is not None:
+            self._drafts.warm_up()
+        for keys in self._draft_keys:
+            kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
+            for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
+                self._drafted_step(drafted)
         most = memory.max_slots
         few = [
             (1, 1),
@@ -247,12 +198,17 @@ class GPURunner:
     def decode_seconds(self, slots: int) -> float:
         """How long a step of `slots` decoding rows takes, with short contexts."""
         key = DecodeKey(slot_bucket(slots, self.max_slots), KINDS[0])
+        return self._seconds(lambda: self._replay_or_run(key, self._decode_step))
 
-        def step() -> None:
-            if not self._graphs.replay(key):
-                self._decode_step(key)
+    @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with drafts that there are."""
+        return tuple(dict.fromkeys(key.tokens for key in self._draft_keys[False]))
 
-        return self._seconds(step)
+    def drafted_seconds(self, num_tokens: int) -> float:
+        """How long a step with drafts of that size takes, with short contexts."""
+        key = next(key for key in self._draft_keys[False] if key.tokens == num_tokens)
+        return self._seconds(lambda: self._replay_or_run(key, self._drafted_step))
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
         """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
@@ -297,7 +253,7 @@ class GPURunner:
             self._apply(full)
             self._rows.memory.send()
 
-    def submit(self, plan: StepPlan) -> GPUPending:
+    def submit(self, plan: StepPlan) -> GPUPending | DraftedPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._next_seq += 1
         started_s = time.perf_counter()
@@ -307,6 +263,9 @@ class GPURunner:
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
+            drafted = None if self._drafts is None else self._drafted_key(plan, batch)
+            if drafted is not None:
+                return self._submit_drafted(plan, batch, drafted, started_s)
             ring = self._ring[plan.seq % len(self._ring)]
             asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
             draw = self._compute(batch, is_asked=asked is not None)
@@ -319,6 +278,7 @@ class GPURunner:
                 started_s=started_s,
                 draw=partial(self._draw_late, ring, batch, asked, draw),
                 asked=asked,
+                failed=None if self._drafts is None else self._drafts.failed,
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
@@ -363,11 +323,16 @@ class GPURunner:
     def _apply(self, plan: StepPlan) -> None:
         rows, sampler, joins = self._rows, self._sampler, plan.joins
         if len(plan.leaves):
-            sampler.leave(plan.leaves.tolist())
+            leaving = plan.leaves.tolist()
+            sampler.leave(leaving)
+            if self._drafts is not None:
+                self._drafts.leave(leaving)
         rows.apply(plan)
         if not len(joins.row):
             return
         sampler.write_columns(joins)
+        if self._drafts is not None:
+            self._drafts.join(joins)
         rows.memory.send()
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
@@ -434,6 +399,67 @@ class GPURunner:
         if is_asked:
             self._sampler.report(self._decoder.last_logits(key.slots), self._slot_rows(key.slots))
         return None
+
+    def _drafted_key(self, plan: StepPlan, batch: DeviceBatch) -> DraftKey | None:
+        """How a step with drafts is run; None: it has none, as planned or because of what its rows are."""
+        drafts, sampler = self._drafts, self._sampler
+        assert drafts is not None
+        rows = len(batch.decode)
+        if (
+            not drafts.is_due(plan)
+            or not rows
+            or len(batch.spans)
+            or batch.num_pad
+            or len(self._rows.sharing)
+        ):
+            return None
+        if (
+            sampler.any_guided(batch)
+            or sampler.logprobs.any_asked(batch)
+            or sampler.is_host[batch.decode].any()
+        ):
+            return None
+        with_rules = bool(sampler.has_logit_rules[batch.decode].any())
+        return draft_key(self._draft_keys[with_rules], rows, plan.draft_tokens)
+
+    def _submit_drafted(
+        self, plan: StepPlan, batch: DeviceBatch, key: DraftKey, started_s: float
+    ) -> DraftedPending:
+        drafts = self._drafts
+        assert drafts is not None
+        drafts.put_limits(plan, key.tokens - len(batch.decode))
+        self._rows.memory.send()
+        self._replay_or_run(key, self._drafted_step)
+        ring = drafts.ring[plan.seq % len(drafts.ring)]
+        ring.copy_(drafts.report, non_blocking=True)
+        return DraftedPending(
+            seq=plan.seq,
+            batch=batch,
+            width=plan.draft_width,
+            ring=ring.numpy(),
+            max_slots=self.max_slots,
+            failed=drafts.failed,
+            swapped=partial(self._swap_pool.completed, wait=False),
+            started_s=started_s,
+            done=self._queue.mark(),
+        )
+
+    def _drafted_step(self, key: DraftKey) -> None:
+        """A step in which all rows decode, each with the drafts that are made for it here."""
+        assert self._drafts is not None
+        drafts, tokens = self._drafts, self._tokens
+        slot_rows = self._slot_rows(key.slots)
+        overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
+        shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
+        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens)
+        step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
+        hidden = self._decoder.forward(tokens, self._attention, step)
+        logits = self._decoder.logits(hidden, None)
+        draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
+        self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
+        first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
+        if key.with_rules:
+            self._sampler.note_first(slot_rows, first)
 
     def _draw_decoded(
         self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool, guides: Mapping[int, Guide]

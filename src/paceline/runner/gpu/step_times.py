@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from paceline.config.engine import PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.config.engine import DraftConfig, PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
 
@@ -31,6 +31,15 @@ class Measurable(Protocol):
     def decode_seconds(self, slots: int) -> float: ...
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float: ...
     def byte_seconds(self) -> float: ...
+
+
+class Drafting(Protocol):
+    """What is measured of steps with drafts."""
+
+    @property
+    def draft_sizes(self) -> tuple[int, ...]: ...
+    def decode_seconds(self, slots: int) -> float: ...
+    def drafted_seconds(self, num_tokens: int) -> float: ...
 
 
 def with_pace(
@@ -81,6 +90,14 @@ def measured_costs(
         product_s=product_s,
         row_s=row_s,
     )
+
+
+def measured_drafts(runner: Drafting, drafts: DraftConfig) -> DraftConfig:
+    """`drafts` with what steps of each size take; the smallest is a single row, which has products of its own."""
+    seconds = [runner.decode_seconds(1)]
+    for size in runner.draft_sizes:
+        seconds.append(max(runner.drafted_seconds(size), seconds[-1]))
+    return replace(drafts, sizes=(1, *runner.draft_sizes), seconds=tuple(seconds))
 
 
 def device_preemption_costs(

@@ -45,6 +45,7 @@ from paceline.runner.gpu.kernels.truncation import (
     allocate_floor_search,
     truncate,
 )
+from paceline.runner.gpu.kernels.verify import DrawnBehind
 from paceline.runner.gpu.logprob_reports import NOT_ASKED, LogprobReports
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.noise import key_of
@@ -61,7 +62,12 @@ class DeviceSampler:
     """Columns, pools and buffers of sampling."""
 
     def __init__(
-        self, memory: RowMemory, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+        self,
+        memory: RowMemory,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        max_draws: int,
     ) -> None:
         self._memory, self._device, self._vocab_size = memory, device, vocab_size
         self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
@@ -85,12 +91,12 @@ class DeviceSampler:
         self._pool = allocate_rule_pool(PLACES, vocab_size, device)
         self._free = list(range(PLACES))
         self._places: dict[int, int] = {}  # by row
-        self._search = allocate_floor_search(memory.max_slots, device)
-        self._chosen = torch.zeros(memory.max_slots, dtype=torch.int32, device=device)
-        self._finite = torch.zeros(memory.max_slots, dtype=torch.uint8, device=device)
+        self._search = allocate_floor_search(max_draws, device)
+        self._chosen = torch.zeros(max_draws, dtype=torch.int32, device=device)
+        self._finite = torch.zeros(max_draws, dtype=torch.uint8, device=device)
         self.drawn = torch.zeros(2, memory.max_slots, dtype=torch.int32, device=device)
         self._candidates: dict[bool, Candidates] = {
-            True: allocate_candidates(memory.max_slots, vocab_size, device, turns=8),
+            True: allocate_candidates(max_draws, vocab_size, device, turns=8),
             False: allocate_candidates(_MANY - 1, vocab_size, device, turns=2),
         }
 
@@ -203,12 +209,14 @@ class DeviceSampler:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def sample(self, logits: Tensor, slot_rows: Tensor, *, with_rules: bool) -> None:
-        """A token for each of `slot_rows` from its logits, which are changed where a row has rules."""
+    def sample(
+        self, logits: Tensor, slot_rows: Tensor, *, with_rules: bool, positions: Tensor | None = None
+    ) -> None:
+        """A token for each of `slot_rows` from its logits, which are changed where a row has rules. `positions`: of the
+        tokens, where a row has several draws; None: each is the next of its row."""
         memory, count = self._memory, len(logits)
-        length = memory.columns.length
         if with_rules:
-            apply_rules(logits, self._pool, self._rule_columns(slot_rows))
+            apply_rules(logits, self._pool, self._rule_columns(slot_rows, positions))
             cuts = TruncationColumns(
                 slot_rows=slot_rows,
                 temperature=memory.wide("temperature", torch.float64),
@@ -221,7 +229,8 @@ class DeviceSampler:
             slot_rows=slot_rows,
             temperature=memory.wide("temperature", torch.float64),
             seed=memory.wide("seed", torch.int64),
-            position=length,
+            position=memory.columns.length if positions is None else positions,
+            by_slot=positions is not None,
         )
         candidates = self._candidates[count >= _MANY]
         sample(self._chosen[:count], self._finite[:count], logits, columns, candidates)
@@ -237,6 +246,15 @@ class DeviceSampler:
     def report(self, logits: Tensor, slot_rows: Tensor) -> None:
         """How likely the tokens drawn last were, for the rows that ask, from the raw logits they were drawn from."""
         self.logprobs.make(logits, slot_rows, self._chosen[: len(logits)])
+
+    def drawn_behind(self, ids: Tensor) -> DrawnBehind:
+        """What `sample` drew last, behind these tokens."""
+        count = len(ids)
+        return DrawnBehind(ids=ids, chosen=self._chosen[:count], finite=self._finite[:count])
+
+    def note_first(self, slot_rows: Tensor, tokens: Tensor) -> None:
+        """Rows with penalties have drawn one token each; those of other rows do not matter."""
+        note_drawn(self._pool, self._rule_columns(slot_rows), tokens)
 
     def any_guided(self, batch: DeviceBatch) -> bool:
         """Whether a row that gets a token has a guide."""
@@ -285,6 +303,11 @@ class DeviceSampler:
         self._finite[places] = torch.from_numpy(finite).to(self._device)
         return drawn.logprobs
 
-    def _rule_columns(self, slot_rows: Tensor) -> RuleColumns:
+    def _rule_columns(self, slot_rows: Tensor, positions: Tensor | None = None) -> RuleColumns:
         memory = self._memory
-        return RuleColumns(slot_rows=slot_rows, place=memory.column("place"), position=memory.columns.length)
+        return RuleColumns(
+            slot_rows=slot_rows,
+            place=memory.column("place"),
+            position=memory.columns.length if positions is None else positions,
+            by_slot=positions is not None,
+        )

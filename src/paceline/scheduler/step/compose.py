@@ -519,6 +519,7 @@ class Composer:
             pads=() if filling is None else tuple(draft.pads.items()),
             filling=filling,
             width=draft.draft_width,
+            room=draft.draft_tokens,
             first=draft.first,
         )
         state.flights.append(flight)

@@ -422,11 +422,14 @@ class Generation:
     def _read_injected(self, part: _Part, branch: BranchText, update: BranchUpdate) -> Delta:
         """Tokens that were put in, or the first behind a hold: what its end had hidden is text now."""
         put_in = update.tokens if update.is_injected else []
+        index = part.first_index + update.branch
+        if put_in and branch.cut_at is not None and branch.output.held is None:
+            # A stop string was found before: the engine learns of it later, and drops these too.
+            return Delta(index, "", [], None, branch.output, False)
         begun = branch.inject(put_in)
         self._num_prompt += len(put_in)
         self.record.num_prompt += len(put_in)
         events = None if part.prepared.form is None else list(branch.events)
-        index = part.first_index + update.branch
         if update.is_injected:
             return Delta(index, begun, put_in, None, branch.output, False, events, is_injected=True)
         delta = self._read(part, update)

@@ -1,4 +1,4 @@
-"""Paged attention of one query token per row: reads each key and value once, at the speed of the memory.
+"""Paged attention of one query token per row, or of a few: reads each key and value once, at the speed of the memory.
 
 The work list is made on the device once per step and shared by all layers of a kind. A long row is cut into chunks so
 that every multiprocessor gets the same amount of keys and values to read: with S visible tokens in the batch and a
@@ -7,10 +7,12 @@ before smaller, so that the last to start are the shortest. An empty row gets an
 is written too.
 
 One program takes one item of the list and one kv head; the query heads that share the head
-sit in the rows of one 16-row product. Rows that were cut leave partial results in float32; whichever program of a
-row and head arrives last merges them, in the order of the chunks, so that the result does not depend on which one that
-is. What lies in a block beyond a row's end is never used, whatever it is: scores are masked and values are
-zeroed, since 0 times NaN is NaN. Keys and values of eight bits are narrow_kv.py's.
+sit in the rows of one 16-row product. A row with drafts has several queries, one behind the other: they sit in the same
+product, 16 rows of which cost what four do, and each sees one token more than the one before it. Rows that were cut
+leave partial results in float32; whichever program of a row and head arrives last merges them, in the order of the
+chunks, so that the result does not depend on which one that is. What lies in a block beyond a row's end is never used,
+whatever it is: scores are masked and values are zeroed, since 0 times NaN is NaN. Keys and values of eight bits are
+narrow_kv.py's.
 
 It must not know how keys came into their blocks, nor which rows share a prefix: for that it gives out the
 log-sum-exp of each head, and shared_attention.py joins the results.
@@ -36,6 +38,17 @@ _BITS = tl.constexpr(16)  # of a count when several share one running sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowQueries:
+    """Where rows have several queries: which of the step's tokens are those of a slot. The last of them sees all of
+    its row, each one before it a token less."""
+
+    first: Tensor  # int32 [slots]
+    count: Tensor  # int32 [slots], `width` at most
+    lengths: Tensor  # int32 [rows]: what the last query of a row sees
+    width: int  # 2, 4, 8 or 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
     """Buffers of one work list. `num_slots` is the batch it is made for, `target_chunks` the G of the docstring."""
 
@@ -44,6 +57,8 @@ class DecodePlan:
     min_chunk: int
     items: Tensor  # int32 [num_slots + target_chunks, ITEM_WIDTH]
     counts: Tensor  # int32 [3]: items, partial results, tokens per chunk
+    queries: RowQueries | None = None  # None: each row has one
+    window: int = 0  # how many last tokens a query sees; 0: all
 
     @property
     def max_items(self) -> int:
@@ -74,14 +89,13 @@ def plan_decode(
     slot_rows: Tensor,
     lengths: Tensor,
     *,
-    window: int = 0,
     first: int = 0,
     shared: Tensor | None = None,
 ) -> None:
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
-    `window` is how many last tokens a row sees (0: all). `first` is where every row starts: a shared prefix of that
-    many tokens, whole blocks, is computed elsewhere. `shared` int32 [rows] says the same of each row.
+    `first` is where every row starts: a shared prefix of that many tokens, whole blocks, is computed elsewhere.
+    `shared` int32 [rows] says the same of each row.
     """
     assert first % BLOCK_SIZE == 0, "a shared prefix is whole blocks"
     _plan_kernel[(1,)](
@@ -92,10 +106,12 @@ def plan_decode(
         plan.num_slots,
         plan.target_chunks,
         plan.min_chunk,
-        window,
+        plan.window,
         first,
         lengths if shared is None else shared,
+        lengths if plan.queries is None else plan.queries.count,
         HAS_SHARED=shared is not None,
+        HAS_QUERIES=plan.queries is not None,
         MAX_SLOTS=256 if plan.num_slots <= 256 else max(1024, triton.next_power_of_2(plan.num_slots)),
         BLOCK=BLOCK_SIZE,
         ITEM=ITEM_WIDTH,
@@ -115,7 +131,9 @@ def _plan_kernel(
     window,
     first,
     shared,
+    query_counts,
     HAS_SHARED: tl.constexpr,
+    HAS_QUERIES: tl.constexpr,
     MAX_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEM: tl.constexpr,
@@ -124,7 +142,10 @@ def _plan_kernel(
     present = slot < num_slots
     row = tl.load(slot_rows + slot, mask=present, other=0)
     length = tl.load(lengths + row, mask=present, other=0)
-    visible_from = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    first_sees = length
+    if HAS_QUERIES:
+        first_sees -= tl.maximum(tl.load(query_counts + slot, mask=present, other=0) - 1, 0)
+    visible_from = tl.where(window > 0, tl.maximum(first_sees - window, 0), 0)
     visible_from = tl.maximum(visible_from, first)
     if HAS_SHARED:
         visible_from = tl.maximum(visible_from, tl.load(shared + row, mask=present, other=0))
@@ -220,17 +241,19 @@ def decode_tuning(num_slots: int) -> DecodeTuning:
 class Partials:
     """Room for the results of chunks; one serves all layers."""
 
-    out: Tensor  # float32 [partials, heads, head_dim]
-    log_sum: Tensor  # float32 [partials, heads]
+    out: Tensor  # float32 [partials, kv_heads, queries of one of them, head_dim]
+    log_sum: Tensor  # float32 [partials, kv_heads, queries of one of them]
     arrived: Tensor  # int32 [slots, kv_heads]: chunks that are done, zero before and after every call
 
 
-def allocate_partials(plan: DecodePlan, *, heads: int, kv_heads: int, head_dim: int) -> Partials:
-    device = plan.items.device
+def allocate_partials(
+    plan: DecodePlan, *, heads: int, kv_heads: int, head_dim: int, width: int = 1
+) -> Partials:
+    device, queries = plan.items.device, heads * width
     return Partials(
         arrived=torch.zeros(plan.num_slots, kv_heads, dtype=torch.int32, device=device),
-        out=torch.empty(plan.max_partials, heads, head_dim, dtype=torch.float32, device=device),
-        log_sum=torch.empty(plan.max_partials, heads, dtype=torch.float32, device=device),
+        out=torch.empty(plan.max_partials, queries, head_dim, dtype=torch.float32, device=device),
+        log_sum=torch.empty(plan.max_partials, queries, dtype=torch.float32, device=device),
     )
 
 
@@ -247,11 +270,18 @@ def decode_attention(
 ) -> None:
     """`out` [slots, heads, head_dim] and natural `log_sum` [slots, heads] of `query` [slots, heads, head_dim].
 
-    A row without visible tokens gets zeros and minus infinity.
+    A row without visible tokens gets zeros and minus infinity. Where rows have several queries, the first size is that
+    of the step's tokens.
     """
     tuning = tuning or decode_tuning(plan.num_slots)
     heads, head_dim = query.shape[1], query.shape[2]
-    kv_heads = kv.keys.shape[1]
+    kv_heads, queries = kv.keys.shape[1], plan.queries
+    width = 1 if queries is None else queries.width
+    query_rows = max(_QUERY_ROWS, triton.next_power_of_2(heads // kv_heads * width))
+    nothing = plan.counts  # where a row has one query, none of these is read
+    firsts, counts, lengths = (nothing,) * 3
+    if queries is not None:
+        firsts, counts, lengths = queries.first, queries.count, queries.lengths
     assert query.stride(1) == head_dim and out.stride(1) == head_dim and log_sum.is_contiguous()
     _attend_kernel[(plan.max_items * kv_heads,)](
         out,
@@ -265,25 +295,30 @@ def decode_attention(
         kv.block_table,
         plan.items,
         plan.counts,
+        firsts,
+        counts,
+        lengths,
         query.stride(0),
         out.stride(0),
         kv.block_table.stride(0),
+        plan.window,
         scale * _LOG2E,
         HEAD_DIM=head_dim,
         GROUP=heads // kv_heads,
+        WIDTH=width,
         KV_HEADS=kv_heads,
-        QUERY_ROWS=max(_QUERY_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        QUERY_ROWS=query_rows,
         TILE=tuning.tile,
         BLOCK=BLOCK_SIZE,
         ITEM=ITEM_WIDTH,
         OVERLAPPED=tuning.overlapped,
-        num_warps=tuning.num_warps,
+        num_warps=max(tuning.num_warps, query_rows // 16),  # a sum of so many rows must fit the registers
         num_stages=tuning.num_stages,
         launch_pdl=tuning.overlapped,
     )
 
 
-@triton.jit(do_not_specialize=["query_stride", "out_stride", "table_stride"])
+@triton.jit(do_not_specialize=["query_stride", "out_stride", "table_stride", "window"])
 def _attend_kernel(
     out,
     log_sum,
@@ -296,12 +331,17 @@ def _attend_kernel(
     block_table,
     items,
     counts,
+    query_firsts,
+    query_counts,
+    lengths,
     query_stride,
     out_stride,
     table_stride,
+    window,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
     KV_HEADS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -313,12 +353,7 @@ def _attend_kernel(
     head = tl.program_id(0) % KV_HEADS
     # The item is read before it is known to exist, so that its loads do not wait for the count.
     fields = items + item * ITEM
-    slot = tl.load(fields).to(tl.int64)
-    row = tl.load(fields + 1).to(tl.int64)
-    start = tl.load(fields + 2)
-    end = tl.load(fields + 3)
-    visible_from = tl.load(fields + 4)
-    partial = tl.load(fields + 5)
+    slot, row, start, end, visible_from, partial = _item(fields)
     exists = item < tl.load(counts)
     table = block_table + row * table_stride
     # The block id of a tile is loaded one turn ahead: a load that depends on a load of the same turn would halve
@@ -332,9 +367,22 @@ def _attend_kernel(
     in_group = tl.arange(0, QUERY_ROWS)
     in_tile = tl.arange(0, TILE)
     in_head = tl.arange(0, HEAD_DIM)
-    is_head = in_group < GROUP
-    query_at = query + slot * query_stride + (head * GROUP + in_group[:, None]) * HEAD_DIM + in_head[None, :]
-    q = as_factor(tl.load(query_at, mask=is_head[:, None], other=0.0), keys.dtype.element_ty)
+    # Heads of the row's first query, then those of its second, ...
+    heads = head * GROUP + (in_group if WIDTH == 1 else in_group % GROUP)
+    if WIDTH == 1:
+        number = 1
+        is_query = in_group < GROUP
+        first_token = slot
+        query_row = slot * query_stride
+    else:
+        number = tl.load(query_counts + slot)
+        is_query = in_group // GROUP < number
+        first_token = tl.load(query_firsts + slot).to(tl.int64)
+        token = first_token + in_group // GROUP
+        query_row = (token * query_stride)[:, None]
+        sees = tl.load(lengths + row) - number + 1 + in_group // GROUP
+    into = heads[:, None] * HEAD_DIM + in_head[None, :]
+    q = as_factor(tl.load(query + query_row + into, mask=is_query[:, None], other=0.0), keys.dtype.element_ty)
     tile_at = in_tile[:, None] * HEAD_DIM + in_head[None, :]
 
     peak = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
@@ -352,11 +400,9 @@ def _attend_kernel(
         base = (block.to(tl.int64) * KV_HEADS + head) * (BLOCK * HEAD_DIM) + begin % BLOCK * HEAD_DIM
         k = tl.load(keys + base + tile_at, mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
-        new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
-        shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
+        seen = visible[None, :] if WIDTH == 1 else _seen(position, visible, sees, window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak, shrink, weights = _weights(scores, peak)
         mass = mass * shrink + tl.sum(weights, 1)
         if NARROW:
             words = tl.load(values + base // 2 + word_at, mask=visible[:, None], other=0)
@@ -371,29 +417,72 @@ def _attend_kernel(
 
     if NARROW:
         acc = tl.reshape(tl.join(acc, second_acc), [QUERY_ROWS, HEAD_DIM])
+    result, log_mass = _normalised(acc, mass, peak)
+    QUERIES: tl.constexpr = GROUP * WIDTH  # of one kv head
+    if partial < 0:
+        out_row = slot * out_stride if WIDTH == 1 else (token * out_stride)[:, None]
+        tl.store(out + out_row + into, result.to(out.dtype.element_ty), mask=is_query[:, None])
+        log_row = (slot if WIDTH == 1 else token) * (KV_HEADS * GROUP)
+        tl.store(log_sum + log_row + heads, log_mass, mask=is_query)
+    else:
+        partial_row = (partial.to(tl.int64) * KV_HEADS + head) * QUERIES + in_group
+        _store_part(partial_out, partial_log_sum, partial_row, in_head, result, log_mass, is_query)
+        chunks = tl.load(fields + 6)
+        counter = arrived + slot * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
+            tl.store(counter, 0)
+            first_partial = (tl.load(fields + 7).to(tl.int64) * KV_HEADS + head) * QUERIES
+            parts = partial_out + first_partial * HEAD_DIM
+            logs = partial_log_sum + first_partial
+            for index in range(number):
+                out_at = out + (first_token + index) * out_stride + head * GROUP * HEAD_DIM
+                log_at = log_sum + (first_token + index) * (KV_HEADS * GROUP) + head * GROUP
+                behind = index * GROUP
+                _merge(out_at, log_at, parts, logs, behind, chunks, KV_HEADS * QUERIES, GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _item(fields):
+    slot = tl.load(fields).to(tl.int64)
+    row = tl.load(fields + 1).to(tl.int64)
+    return (
+        slot,
+        row,
+        tl.load(fields + 2),
+        tl.load(fields + 3),
+        tl.load(fields + 4),
+        tl.load(fields + 5),
+    )
+
+
+@triton.jit
+def _seen(position, visible, sees, window):
+    """Which tokens each query of a row sees."""
+    first = tl.where(window > 0, sees - window, 0)
+    is_seen = (position[None, :] < sees[:, None]) & (position[None, :] >= first[:, None])
+    return visible[None, :] & is_seen
+
+
+@triton.jit
+def _weights(scores, peak):
+    # Every 64 tokens of an item have a visible one, but a smaller tile before the window may have none.
+    new_peak = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+    return new_peak, tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
+
+
+@triton.jit
+def _store_part(partial_out, partial_log_sum, at, in_head, result, log_mass, is_query):
+    into = at[:, None] * result.shape[1] + in_head[None, :]
+    tl.store(partial_out + into, result, mask=is_query[:, None])
+    tl.store(partial_log_sum + at, log_mass, mask=is_query)
+    tl.debug_barrier()  # the stores of every thread come before the one that announces them
+
+
+@triton.jit
+def _normalised(acc, mass, peak):
     is_empty = mass == 0.0
     result = acc / tl.where(is_empty, 1.0, mass)[:, None]
-    log_mass = tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
-    heads = head * GROUP + in_group
-    into = heads[:, None] * HEAD_DIM + in_head[None, :]
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    if partial < 0:
-        tl.store(out + slot * out_stride + into, result.to(out.dtype.element_ty), mask=is_head[:, None])
-        tl.store(log_sum + slot * HEADS + heads, log_mass, mask=is_head)
-    else:
-        base = partial.to(tl.int64) * HEADS
-        tl.store(partial_out + base * HEAD_DIM + into, result, mask=is_head[:, None])
-        tl.store(partial_log_sum + base + heads, log_mass, mask=is_head)
-        tl.debug_barrier()  # the stores of every thread come before the one that announces them
-        number = tl.load(fields + 6)
-        counter = arrived + slot * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == number - 1:
-            tl.store(counter, 0)
-            first = tl.load(fields + 7)
-            out_at = out + slot * out_stride + head * GROUP * HEAD_DIM
-            log_at = log_sum + slot * HEADS + head * GROUP
-            partial_at = first.to(tl.int64) * HEADS + head * GROUP
-            _merge(out_at, log_at, partial_out, partial_log_sum, partial_at, number, HEADS, GROUP, HEAD_DIM)
+    return result, tl.where(is_empty, float("-inf"), (peak + tl.log2(mass)) * 0.6931471805599453)
 
 
 @triton.jit
@@ -404,11 +493,11 @@ def _merge(
     partial_log_sum,
     first,
     number,
-    HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """The partial results of one row and kv head, `number` of them from `first` on, into `out` and `log_sum`."""
+    """The `number` partial results of one query and kv head, from `first` on, into `out` and `log_sum`."""
     LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     CHUNKS: tl.constexpr = 16 if GROUP <= 2 else 8
     in_group = tl.arange(0, LANES)
@@ -419,7 +508,7 @@ def _merge(
     acc = tl.zeros([LANES, HEAD_DIM], tl.float32)
     for begin in range(0, number, CHUNKS):
         chunk = begin + tl.arange(0, CHUNKS)
-        at = first + chunk[:, None] * HEADS + in_group[None, :]
+        at = first + chunk[:, None].to(tl.int64) * STRIDE + in_group[None, :]
         mask = (chunk < number)[:, None] & is_head[None, :]
         # Past the first cache, which may hold what lay here before.
         logs = tl.load(partial_log_sum + at, mask=mask, other=float("-inf"), cache_modifier=".cg")

@@ -33,6 +33,7 @@ class SamplingColumns:
     temperature: Tensor  # float64 [rows]
     seed: Tensor  # int64 [rows]: the seed modulo 2^64, as bits
     position: Tensor  # int64 or int32 [rows]: index of the token to be drawn in its sequence
+    by_slot: bool = False  # `position` is [slots] instead: a row may have several of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ def sample(
         vocabulary,
         TURN=_TURN,
         TURNS=candidates.turns,
+        BY_SLOT=columns.by_slot,
         GREEDY=GREEDY_BELOW,
         FAST_LOG=not triton.knobs.runtime.interpret,
         num_warps=4,
@@ -93,6 +95,7 @@ def sample(
         logits.stride(0),
         tiles,
         LANES=triton.next_power_of_2(tiles * _KEPT),
+        BY_SLOT=columns.by_slot,
         GREEDY=GREEDY_BELOW,
         num_warps=max(1, min(8, triton.next_power_of_2(tiles * _KEPT) // 32)),
     )
@@ -162,6 +165,7 @@ def _score_kernel(
     vocabulary,
     TURN: tl.constexpr,
     TURNS: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     GREEDY: tl.constexpr,
     FAST_LOG: tl.constexpr,
 ):
@@ -170,7 +174,7 @@ def _score_kernel(
     row = tl.load(slot_rows + slot)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)
-    position = tl.load(positions + row).to(tl.int64)
+    position = tl.load(positions + (slot if BY_SLOT else row)).to(tl.int64)
     per_bit = (1.4426950408889634 / tl.maximum(temperature, GREEDY)).to(tl.float32)
     GROUPS: tl.constexpr = TURN // _LANES
     best = tl.full([GROUPS], float("-inf"), tl.float32)
@@ -220,6 +224,7 @@ def _settle_kernel(
     logits_stride,
     tiles,
     LANES: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
@@ -234,7 +239,8 @@ def _settle_kernel(
     is_finite = (tl.max(bad, 0) == 0) & (top > float("-inf"))
     score = logit.to(tl.float64)
     if temperature >= GREEDY:
-        w0, w1, w2, w3 = _words(tl.load(seeds + row), tl.load(positions + row).to(tl.int64), token // _LANES)
+        position = tl.load(positions + (slot if BY_SLOT else row)).to(tl.int64)
+        w0, w1, w2, w3 = _words(tl.load(seeds + row), position, token // _LANES)
         in_group = token % _LANES
         word = tl.where(in_group == 0, w0, tl.where(in_group == 1, w1, tl.where(in_group == 2, w2, w3)))
         # The definition subtracts the row's largest logit, which may have lost in its tile; taking the same

@@ -44,6 +44,7 @@ class RuleColumns:
     slot_rows: Tensor  # int32 [slots]
     place: Tensor  # int32 [rows]: in the pool, or NO_PLACE; no two rows have the same
     position: Tensor  # int64 or int32 [rows]: index of the token to be drawn in its sequence
+    by_slot: bool = False  # `position` is [slots] instead: a row may have several of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,7 @@ def apply_rules(logits: Tensor, pool: RulePool, columns: RuleColumns) -> None:
         vocabulary,
         ENTRIES=LIST_ENTRIES,
         TILE=_TILE,
+        BY_SLOT=columns.by_slot,
         num_warps=8,
     )
     _penalty_kernel[(slots, triton.cdiv(vocabulary, 2 * _TILE))](
@@ -247,6 +249,7 @@ def _list_kernel(
     vocabulary,
     ENTRIES: tl.constexpr,
     TILE: tl.constexpr,
+    BY_SLOT: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(slot_rows + slot)
@@ -260,7 +263,7 @@ def _list_kernel(
     entry = tl.arange(0, ENTRIES)
     first = tl.maximum(allowed, 0)
     is_allowed = entry < first
-    too_early = tl.load(positions + row).to(tl.int64) < tl.load(stop_from + place)
+    too_early = tl.load(positions + (slot if BY_SLOT else row)).to(tl.int64) < tl.load(stop_from + place)
     num_bans = tl.where(too_early, banned + ends, banned)
     is_ban = (entry >= first) & (entry < first + num_bans)
     first_biased = first + banned + ends

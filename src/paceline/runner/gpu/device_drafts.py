@@ -1,0 +1,186 @@
+"""Drafts on the device: columns and buffers, what a step with drafts launches around its forward pass.
+
+A step makes its own drafts: guesses from what the rows have, the choice of those that are verified, their tokens behind
+the last one of each row; then the forward pass; then what of it counts. So steps without drafts know nothing of all
+this. The host says how many there may be, and learns how many there were with the step's tokens.
+Decision: docs/decisions/0040-drafts-on-the-gpu.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.config.engine import ORACLE, DraftConfig
+from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
+from paceline.runner.drafts import PARTLY
+from paceline.runner.gpu.kernels.decode_attention import RowQueries
+from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
+from paceline.runner.gpu.kernels.draft_layout import (
+    FLOOR,
+    NUM_LIMITS,
+    TOKENS,
+    TRUST,
+    WIDTH,
+    allocate_layout,
+    allocate_proposals,
+    choose_drafts,
+    write_drafted_tokens,
+)
+from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
+from paceline.runner.gpu.kernels.step_rows import StepTokens
+from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
+from paceline.runner.gpu.row_memory import RowMemory
+from paceline.runner.sampling.processors import uses_penalties
+
+I32 = NDArray[np.int32]
+
+PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
+REPORT_COLUMNS = 3  # of a report, before its tokens
+TALLY_WORDS = TALLIES * DRAFT_KINDS
+
+
+class DeviceDrafts:
+    """Columns, buffers and launches of drafts."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        memory: RowMemory,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        depth: int,
+        device: torch.device,
+    ) -> None:
+        self._memory, self.width = memory, config.width
+        self._columns = DraftColumns(may_draft=memory.column("may_draft"), fate=memory.column("draft_fate"))
+        self._answers: Answers | None = None
+        if config.method == ORACLE:
+            self._answers = Answers(
+                tokens=memory["answers"].device,
+                end=memory.column("answer_end"),
+                vocabulary=vocab_size,
+                acceptance=config.acceptance,
+            )
+        self._ring = allocate_ring(device=device) if config.method == "history" else None
+        self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
+        slots, width = memory.max_slots, config.width
+        self._made = allocate_proposals(slots, width, device)
+        self.layout = allocate_layout(slots, max_tokens, device)
+        # The report, as it goes to the host in one copy: code, count, drafts, tokens [width + 1] of each slot; tally.
+        size = (REPORT_COLUMNS + width + 1) * slots + TALLY_WORDS
+        self.report = torch.zeros(size, dtype=torch.int32, device=device)
+        columns = self.report[:-TALLY_WORDS].view(-1, slots)
+        self._verified = VerifiedTokens(
+            code=columns[0],
+            count=columns[1],
+            verified=columns[2],
+            tokens=columns[REPORT_COLUMNS:],
+            tally=self.report[-TALLY_WORDS:],
+        )
+        self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._limits: I32 = np.zeros(NUM_LIMITS, np.int32)
+        self._since_probe = 0
+
+    # -- the host's side -------------------------------------------------------------------------------------
+
+    def join(self, joins: RowJoins) -> None:
+        """Before the row memory is sent: rows start."""
+        memory, at = self._memory, joins.row.astype(np.int64)
+        # What a penalty takes off depends on the tokens before: those of drafts would have to be counted in turn.
+        may_draft = [not uses_penalties(params) for params in joins.sampling]
+        memory.put("may_draft", at, np.array(may_draft, np.int32))
+        memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
+        if self._ring is not None:
+            memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
+        if self._answers is None:
+            return
+        columns = zip(at.tolist(), joins.num_prompt.tolist(), joins.sampling, strict=True)
+        for row, num_prompt, params in columns:
+            answer = np.array(params.prediction, np.int32)
+            answer = answer[: memory["answers"].width - num_prompt]
+            memory.put_tokens(row, answer, "answers", num_prompt)
+            memory.put("answer_end", np.array([row]), [num_prompt + len(answer) if len(answer) else 0])
+
+    def leave(self, rows: list[int]) -> None:
+        """Rows lose their owners: texts that have come to their end are kept."""
+        if self._ring is not None:
+            texts = self._memory.wide("texts", torch.int64)
+            for row in rows:
+                if row not in self.failed:
+                    remember(self._ring, self._memory.columns, texts, row)
+        self.failed.difference_update(rows)
+
+    def is_due(self, plan: StepPlan) -> bool:
+        """Whether the step of a plan makes drafts: it verifies some, or only compares them now and then, so that trust
+        in them can return."""
+        if len(plan.trust):
+            self._limits[TRUST:] = plan.trust.view(np.int32)
+        self._since_probe += 1
+        return plan.draft_width > 0 or self._since_probe >= PROBE_EVERY
+
+    def put_limits(self, plan: StepPlan, most: int) -> None:
+        """How many drafts the next step may have: `most` at most."""
+        self._since_probe = 0
+        words = self._limits
+        words[WIDTH], words[TOKENS] = plan.draft_width, min(plan.draft_tokens, most)
+        words[FLOOR] = np.float32(plan.draft_floor).view(np.int32)
+        if not np.array_equal(self._memory["draft_limits"].host[:, 0], words):
+            self._memory.put("draft_limits", slice(0, NUM_LIMITS), words)
+
+    def warm_up(self) -> None:
+        """Launch what no step does: the dummy row has no text."""
+        self.leave([self._memory.dummy_row])
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def lay_out(self, into: StepTokens, visible: Tensor, slot_rows: Tensor, num_tokens: int) -> RowQueries:
+        """Make drafts, and the tokens of a step with them; returns whose they are."""
+        memory, made, layout, count = self._memory, self._made, self.layout, len(slot_rows)
+        rows = memory.columns
+        if self._answers is None:
+            propose_ngrams(made, rows, self._columns, slot_rows)
+        else:
+            propose_answers(made, rows, self._columns, slot_rows, self._answers)
+        limits, tally = memory.column("draft_limits"), self._verified.tally
+        if self._ring is not None:
+            texts = memory.wide("texts", torch.int64)
+            propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits)
+        choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
+        write_drafted_tokens(
+            into,
+            layout,
+            made,
+            rows,
+            slot_rows,
+            memory.tables,
+            num_tokens=num_tokens,
+            dummy_row=memory.dummy_row,
+        )
+        return RowQueries(
+            first=layout.first[:count],
+            count=layout.count[:count],
+            lengths=visible,
+            width=queries_of(self.width),
+        )
+
+    def take(self, slot_rows: Tensor, drawn: DrawnBehind) -> Tensor:
+        """Rows take the tokens that count; returns the first of each slot."""
+        verify(
+            self._memory.columns,
+            self._columns.fate,
+            self._verified,
+            self.layout,
+            self._made,
+            slot_rows,
+            drawn,
+        )
+        return self._verified.tokens[0, : len(slot_rows)]
+
+
+def queries_of(width: int) -> int:
+    """Queries of a row that attention is launched for, where it has so many drafts: a power of two."""
+    return 1 << width.bit_length()

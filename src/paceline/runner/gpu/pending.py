@@ -1,0 +1,137 @@
+"""Steps that have been submitted, and what comes back of them: tokens and codes as the columns of a `StepResult`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.guide import Guide
+from paceline.core.plan import (
+    AT_LENGTH,
+    DRAFT_KINDS,
+    EMPTY,
+    RUNNING_ON,
+    STOPPED,
+    DraftTally,
+    GuideWork,
+    RowLogprobs,
+    StepResult,
+    StepTimes,
+)
+from paceline.runner.gpu.device_drafts import REPORT_COLUMNS, TALLY_WORDS
+from paceline.runner.gpu.device_queue import Mark
+from paceline.runner.gpu.host_rows import DeviceBatch
+from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
+from paceline.runner.gpu.logprob_reports import AskedLogprobs
+
+I32 = NDArray[np.int32]
+# By what kernels report; what rows with unusable numbers have does not matter.
+CODES = np.array([RUNNING_ON, STOPPED, AT_LENGTH, RUNNING_ON], np.uint8)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GPUPending:
+    """A submitted step."""
+
+    seq: int
+    batch: DeviceBatch
+    ring: NDArray[np.int32]
+    swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
+    started_s: float
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
+    asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
+    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
+    logprobs: tuple[RowLogprobs, ...] = ()
+    guided: GuideWork | None = None
+    failed: set[int] | None = None  # gets the rows whose numbers are not usable
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        if self.done is None:  # else no row with a guide gets a token in this step
+            self.done, self.logprobs, self.guided = self.draw(guides)
+
+    def wait(self) -> StepResult:
+        assert self.done is not None, "rows with guides draw when these have come"
+        self.done.wait()
+        batch = self.batch
+        slots, drawn = len(batch.decode), len(batch.decode) + len(batch.finishing)
+        token, code = self.ring[0, :drawn].copy(), self.ring[1, :drawn]
+        logprobs = self.logprobs + (() if self.asked is None else self.asked.read(token, code))
+        took_part = code >= 0
+        known = np.where(took_part, code, 0)
+        finite, finished = known != NOT_FINITE, CODES[known]
+        count = took_part.astype(np.int32)
+        token[~took_part] = 0
+        rows = batch.decode.astype(np.int32)
+        if len(batch.spans):
+            rows = np.concatenate([rows, batch.spans.astype(np.int32)])
+            at = np.concatenate([np.arange(slots), slots + batch.finishing])
+            token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
+            finished = _spread(finished, at, len(rows))
+            finite = _spread(finite, at, len(rows), True)
+        if self.failed is not None:
+            self.failed.update(rows[~finite].tolist())
+        return StepResult(
+            seq=self.seq,
+            rows=rows,
+            generation=batch.generation,
+            tokens=token[:, None],
+            count=count,
+            finished=finished,
+            finite=finite,
+            copies_done=self.swapped(),
+            logprobs=logprobs,
+            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
+            guided=self.guided,
+        )
+
+
+def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
+    """Values at their places among rows of which some have none."""
+    whole = np.full(size, rest, values.dtype)
+    whole[at] = values
+    return whole
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DraftedPending:
+    """A submitted step with drafts."""
+
+    seq: int
+    batch: DeviceBatch
+    width: int  # most drafts of a row, as planned; 0: they were only compared
+    ring: I32
+    max_slots: int
+    failed: set[int]
+    swapped: Callable[[], I32]
+    started_s: float
+    done: Mark
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        return None  # no row has one: such steps have no drafts
+
+    def wait(self) -> StepResult:
+        self.done.wait()
+        count = len(self.batch.decode)
+        words = self.ring.copy()  # the next step but one writes there
+        columns = words[:-TALLY_WORDS].reshape(-1, self.max_slots)[:, :count]
+        code, number, verified = columns[:REPORT_COLUMNS]
+        tally = DraftTally(*words[-TALLY_WORDS:].reshape(-1, DRAFT_KINDS))
+        known = np.maximum(code, 0)
+        self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
+        return StepResult(
+            seq=self.seq,
+            rows=self.batch.decode.astype(np.int32),
+            generation=self.batch.generation,
+            tokens=np.ascontiguousarray(columns[REPORT_COLUMNS : REPORT_COLUMNS + self.width + 1].T),
+            count=number,
+            finished=CODES[known],
+            finite=known != NOT_FINITE,
+            copies_done=self.swapped(),
+            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
+            verified=verified if self.width else EMPTY,
+            drafts=tally if tally.compared.any() else None,
+        )

@@ -1,0 +1,173 @@
+"""Drafts of the GPU's runner through Triton's interpreter: tokens are those of a CPU that makes none.
+
+A tiny model in float32 whose greedy text repeats itself; rows come and go, some have rules, penalties, guides or
+logprobs, and the host plans ahead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.guides import ScriptedMaker, structure
+from tests.torch.interpreted import reason_to_skip
+
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
+
+from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.counters import Counters
+from paceline.core.plan import DraftTally, Runner
+from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.factory import build_engine
+from paceline.models.files.open import Checkpoint, open_checkpoint
+from paceline.models.load import build_decoder
+from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu import device_drafts
+from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.torch_step import TorchStep
+from paceline.scheduler.draft_budget import DraftBudget
+from paceline.scheduler.invariants import InvariantChecker
+from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
+
+LENGTHS = (5, 70, 12)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48)
+PLAIN = (
+    SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=3),
+)
+
+
+class QuickRunner(GPURunner):
+    """Nothing is compiled here, and the product of a single row takes the interpreter longest."""
+
+    def _warm_up(self) -> None:
+        self._decoder._is_plain = False
+
+
+def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: int) -> Engine:
+    """`drafts` on the GPU's runner, None: the CPU without any."""
+    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=256, drafts=drafts)
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)), scheduler=scheduler, depth=depth
+    )
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    runner: Runner
+    if drafts is not None:
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+        runner = QuickRunner(config, checkpoint.spec, parts, ends, device=device)
+    else:
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    maker = ScriptedMaker(checkpoint.spec.vocab_size)
+    return build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
+
+
+def finish(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Tokens by request."""
+    found: dict[int, list[int]] = {}
+    for prompt, params in requests:
+        found |= {number: [] for number in engine.add(prompt, params)}
+    while engine.has_requests or not engine.is_idle:
+        for batch in engine.step_overlapped().tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        assert engine.last_error is None, repr(engine.last_error)
+    return list(found.values())
+
+
+def generate(
+    folder: Path, params: tuple[SamplingParams, ...], drafts: DraftConfig | None, *, depth: int = 1
+) -> tuple[list[list[int]], Counters]:
+    engine = make_engine(open_checkpoint(folder, load_format="dummy"), drafts, depth=depth)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 512, length).tolist() for length in LENGTHS]
+    found = finish(engine, list(zip(prompts, params, strict=False)))
+    return found, engine.scheduler.state.counters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return generate(folder, PLAIN, None, depth=0)[0]
+
+
+def test_ngrams_change_no_token(folder: Path, expected: list[list[int]]) -> None:
+    """With sizes of steps that all take the same, room is made for what may be right."""
+    config = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=(0.01,) * len(SIZES))
+    found, counters = generate(folder, PLAIN, config)
+    assert found == expected
+    assert counters.accepted_tokens >= 5, "no draft was right, or this test says nothing"
+
+
+def test_drafts_that_do_not_pay_are_only_compared(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_drafts, "PROBE_EVERY", 3)
+    learnt: list[DraftTally] = []
+    monkeypatch.setattr(DraftBudget, "learn_drafts", lambda self, tally: learnt.append(tally))
+    config = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=tuple(map(float, SIZES)))
+    found, counters = generate(folder, PLAIN[:1], config)
+    assert found == expected[:1]
+    assert counters.draft_tokens == 0
+    steps = len(found[0]) - 1
+    compared = sum(int(tally.compared.sum()) for tally in learnt)
+    assert steps // 3 - 1 <= compared <= steps // 3
+    assert sum(int(tally.equal.sum()) for tally in learnt) > 0
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.5])
+def test_answers_known_before_come_in_fewer_steps(
+    folder: Path, expected: list[list[int]], acceptance: float
+) -> None:
+    told = tuple(
+        replace(params, prediction=tuple(answer)) for params, answer in zip(PLAIN, expected, strict=True)
+    )
+    config = DraftConfig(method="oracle", width=7, acceptance=acceptance)
+    found, counters = generate(folder, told, config, depth=2 if acceptance < 1.0 else 1)
+    assert found == expected
+    assert counters.accepted_tokens >= 5
+    assert (counters.draft_tokens == counters.accepted_tokens) == (acceptance == 1.0)
+
+
+def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
+    """Where a row has said nothing twice, only another row's text can be right: the same request, one later."""
+    one = SamplingParams(max_tokens=10, temperature=0.8, seed=5, ignore_eos=True)
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    found, right = [], []
+    for method in ("history", "ngram"):
+        engine = make_engine(checkpoint, DraftConfig(method=method, width=4), depth=1)
+        for _ in range(2):
+            (tokens,) = finish(engine, [(list(range(20, 32)), one)])
+            found.append(tokens)
+        right.append(engine.scheduler.state.counters.accepted_tokens)
+    assert found == [found[0]] * 4
+    assert right[0] >= 4 and right[1] == 0
+
+
+def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
+    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; guides and logprobs put drafts off."""
+    params = (
+        SamplingParams(max_tokens=9, temperature=0.7, seed=4, top_p=0.9, min_tokens=5, logit_bias={5: 12.0}),
+        SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2),
+        SamplingParams(max_tokens=6, temperature=1.2, seed=9, top_k=5, logprobs=1),
+    )
+    expected = generate(folder, params, None, depth=0)[0]
+    found, counters = generate(folder, params, DraftConfig(method="ngram", width=4))
+    assert found == expected and counters.accepted_tokens >= 1
+    guided = SamplingParams(max_tokens=5, temperature=0.9, seed=2, structured_outputs=structure(4, 6))
+    expected = generate(folder, (guided, PLAIN[0]), None, depth=0)[0]
+    found, counters = generate(folder, (guided, PLAIN[0]), DraftConfig(method="ngram", width=4))
+    assert found == expected and counters.accepted_tokens >= 1
