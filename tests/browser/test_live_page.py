@@ -105,6 +105,32 @@ def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, view
         assert view.value("stage.disagreements") == 0
 
 
+def test_branches_are_joined_to_their_parent(server: ClientServer, viewer: Viewer) -> None:
+    with viewer.view(server.url, key=ADMIN) as view, stream(server, "one", LONG) as parent:
+        view.wait("stage.snapshot && stage.rows.size === 1")
+        id = next(parent)["id"]
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        body = json.dumps({"n": 2, "stream": True, "on_stop": "hold", "max_tokens": 20, "score": 2})
+        connection.request("POST", f"/v1/requests/{id}/fork", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        view.wait("stage.marks.filter((mark) => mark.kind === 'fork').length === 2")
+        view.wait_for_pixels("lanes", "accent")
+        joined = view.value(
+            "stage.marks.filter((mark) => mark.kind === 'fork').map((mark) => [mark.from, mark.row])"
+        )
+        ((first, one), (second, other)) = joined
+        assert first == second and len({first, one, other}) == 3
+        view.page.evaluate(f"location.hash = '#request={id}'")
+        view.page.wait_for_selector("#drawer .branch:has-text('Branch 2'):has-text('held')")
+        told = view.page.locator("#drawer li").all_inner_texts()
+        assert sum("was forked from" in sentence and "2" in sentence for sentence in told) == 2, told
+        view.shoot("live-branches")
+        answer.close()
+        connection.close()
+
+
 def test_a_picture_of_a_step_is_the_engines_own(server: ClientServer, viewer: Viewer) -> None:
     """What the page folds from steps is compared with the states another reader of the feed is sent."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

@@ -39,6 +39,7 @@ class Stream:
         self.held: dict[int, str] = {}
         self.ends: dict[int, tuple[str, Any]] = {}
         self.injected: list[str] = []
+        self.spelled: list[str] = []  # tokens with a known probability
         self.fork: dict[str, Any] = {}
         self.usage: dict[str, Any] = {}
         self.id = ""
@@ -63,6 +64,8 @@ class Stream:
         self.tokens.setdefault(index, []).extend(choice.get("token_ids", ()))
         if text:
             self.held.pop(index, None)
+        if isinstance((choice.get("logprobs") or {}).get("content"), list):
+            self.spelled += [each["token"] for each in choice["logprobs"]["content"]]
         if choice.get("injected"):
             self.injected.append(text)
         if "held" in choice:
@@ -150,6 +153,27 @@ def test_a_stop_string_holds_and_becomes_text_when_the_answer_goes_on(server: Cl
         stream.read()
     assert stream.texts[0].startswith(text[: text.index(stop)] + stop + "!")
     stream.close()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_probabilities_go_on_behind_what_was_put_in(server: ClientServer, is_held: bool) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    length = {"max_tokens": 6, "on_stop": "hold"} if is_held else {"max_tokens": ENDLESS}
+    body = {**PLAIN, "messages": messages, "logprobs": True, "top_logprobs": 2, **length}
+    stream = Stream(server, "/v1/chat/completions", **body)
+    while len(stream.texts.get(0, "")) < 6:
+        stream.read()
+    assert post(server, f"{stream.id}/extend", text="abc", max_tokens=20)[0] == 200
+    while "abc" not in stream.texts[0][-15:]:
+        stream.read()
+    while len(stream.texts[0].split("abc", 1)[1]) < 20:
+        assert stream.read()
+    put_in = stream.texts[0].index("abc")
+    spelled = "".join(stream.spelled)
+    assert len(stream.spelled) == len(stream.tokens[0]) - 3  # all but what was put in
+    assert spelled == stream.texts[0][:put_in] + stream.texts[0][put_in + 3 :]
+    stream.close()
+    server.wait_until(server.is_idle)
 
 
 def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: ClientServer) -> None:

@@ -27,7 +27,7 @@ class BranchText:
     """Brings one `CompletionOutput` up to date; its text is handed out in pieces and not kept here."""
 
     __slots__ = (
-        *("_call", "_ends", "_reader", "_stop_ids", "_stream", "_tokenizer"),
+        *("_call", "_early", "_ends", "_reader", "_stop_ids", "_stream", "_tokenizer"),
         *("cut_at", "events", "num_fixed", "output", "sampling"),
     )
 
@@ -45,6 +45,7 @@ class BranchText:
         self.sampling = sampling
         self.cut_at: int | None = None  # the number of tokens after which a stop string ended the branch
         self.num_fixed = 0  # tokens up to the last one that was put in: no stop string begins among them
+        self._early: list[tuple[RowLogprobs, int]] = []  # of tokens behind some that have yet to be put in
         self._tokenizer = tokenizer
         self._stop_ids = sampling.stop_token_ids
         self._ends = () if tokenizer is None else tokenizer.eos_token_ids
@@ -152,6 +153,9 @@ class BranchText:
             self.num_fixed = len(output.token_ids)
             if output.logprobs is not None:
                 output.logprobs += [{} for _ in range(len(output.token_ids) - len(output.logprobs))]
+        early, self._early = self._early, []
+        for found, number in early:
+            self.push_logprobs(found, number)
         return "" if self._stream is None else self._read_text(self._stream.inject(tokens))
 
     def hold(self, reason: str) -> None:
@@ -159,6 +163,9 @@ class BranchText:
         output = self.output
         output.held = _STOP if self.cut_at is not None else reason
         output.num_holds += 1
+        self._early.clear()  # of tokens behind its end
+        if output.logprobs is not None:
+            del output.logprobs[len(output.token_ids) :]
         self._note_stop_token(output.held)
 
     def _read_text(self, text: str) -> str:
@@ -168,9 +175,17 @@ class BranchText:
         return self._note(self.events)
 
     def push_logprobs(self, found: RowLogprobs, number: int) -> None:
-        """What is known of output token `number`, in order; others are left out."""
+        """What is known of output token `number`, in order; others are left out.
+
+        With the first token behind some that are put in, it comes before those.
+        """
         output = self.output
-        if output.logprobs is None or self.cut_at is not None or number != len(output.logprobs):
+        if output.logprobs is None:
+            return
+        if output.held is not None or number > len(output.logprobs):
+            self._early.append((found, number))
+            return
+        if self.cut_at is not None or number != len(output.logprobs):
             return
         output.logprobs.append(logprob_entry(self._tokenizer, found))
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + found.logprob

@@ -205,6 +205,8 @@ class ChatChunks(ChunkWriter):
                 logprobs = b"null" if delta.logprobs is None else self._logprobs(delta)
                 ids = b',"token_ids":%b' % _encode(delta.tokens) if self._body.shows_token_ids else b""
                 more = b',"logprobs":%b,"finish_reason":null%b' % (logprobs, ids)
+            if delta.is_injected:
+                more += b',"injected":true'
             chunk = b'%b{"index":%d,"delta":%b%b}' % (self._head, delta.index, part, more)
             frames += (chunk, self._end_of_chunk())
 

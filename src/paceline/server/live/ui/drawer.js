@@ -56,7 +56,7 @@ export class Drawer {
       this.title.textContent = [`Request ${this.request ?? ""}`.trim(), explained.id, words && `“${words}”`].filter(Boolean).join(" · ");
       const ended = explained.branches.every((branch) => branch.state === "ended" || branch.state === "refused");
       this.state.textContent = explained.branches.map((branch) => branch.state).join(", ");
-      this.story.replaceChildren(...explained.branches.flatMap((branch) => branch.sentences.map(line)));
+      this.story.replaceChildren(...explained.branches.flatMap((branch) => [...nameOf(branch, explained.branches.length), ...branch.sentences.map(line)]));
       this.draw();
       return !ended;
     } catch (error) {
@@ -99,6 +99,14 @@ export class Drawer {
       }),
     );
   }
+}
+
+// Of one branch among several; its sentences tell its parent and its score.
+function nameOf({ index, number, state }, count) {
+  if (count < 2) return [];
+  const item = line(`Branch ${index}, request ${number}: ${state}`);
+  item.className = "branch";
+  return [item];
 }
 
 function line(text) {

@@ -26,9 +26,9 @@ export function headers() {
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
-// The JSON a path answers with; what the server refuses is thrown with its own sentence. With a body it is a PUT.
-export async function ask(path, body = undefined) {
-  const change = { method: "PUT", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body) };
+// The JSON a path answers with; what the server refuses is thrown with its own sentence. With a body it is a PUT, unless told.
+export async function ask(path, body = undefined, method = "PUT") {
+  const change = { method, headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body) };
   const answer = await fetch(path, body === undefined ? { headers: headers() } : change);
   const found = await answer.json();
   if (!answer.ok) throw Object.assign(new Error(found.error?.message || answer.statusText), { status: answer.status });

@@ -2,7 +2,7 @@
 // copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
 import { onTheme, palette } from "./colours.js";
-import { BAND, DECODE, FINISH, PADDING, PREFILL, REDO } from "./stage.js";
+import { BAND, DECODE, FINISH, FORK, PADDING, PREFILL, REDO } from "./stage.js";
 
 const WINDOW_S = 20; // that can be seen, unless something else is chosen
 export const DIGITS = 34; // pixels left of the lanes for their numbers
@@ -138,10 +138,21 @@ export class Lanes {
       }
     }
     for (const mark of marks) {
+      if (mark.kind === FORK) {
+        this.join(mark);
+        continue;
+      }
       const wide = (mark.kind === FINISH ? 2 : 4) * this.scale, x = this.x(mark.at) - (mark.back ? 0 : wide);
       pen.fillStyle = colours[mark.kind];
       pen.fillRect(x, mark.row * step, mark.back ? 2 * this.scale : wide, step);
     }
+  }
+
+  // A line from the lane of a parent to that of its branch.
+  join({ row, from, at }) {
+    const step = this.height * this.scale, middle = (lane) => lane * step + (this.tall * this.scale) / 2;
+    this.pen.fillStyle = palette().accent;
+    this.pen.fillRect(this.x(at), middle(Math.min(row, from)), Math.round(2 * this.scale), Math.abs(middle(row) - middle(from)));
   }
 
   // `ghost`: how much is seen of what comes after `now`, from 0 to 1.

@@ -5,7 +5,7 @@ import { Past } from "./past.js";
 
 export const KEPT_S = 60;
 export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding"; // of segments
-export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail"; // of marks
+export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail", FORK = "fork"; // of marks
 const GOOD_ENDS = new Set(["stop", "length"]);
 
 // The steps of a message one by one. Figures and changes come in columns; of changes, the first says in which step.
@@ -40,7 +40,7 @@ export class Stage {
     // { row, request, from, to, kind, tokens, padded, seq }; `to` is null while it goes on, `padded` the share of a prompt's
     // part that is padding
     this.segments = [];
-    this.marks = []; // { row, request, at, kind, rule, back }
+    this.marks = []; // { row, request, at, kind, rule, back, from }; `from` is the row of the parent, for a fork
     this.steps = []; // { seq, t, n, u, done, open, d, p, padding, pr, b, r, w } and what changed; `n` steps up to the time `u`
     this.bySeq = new Map();
     this.counts = []; // { t, r, w } of steps and of states: how many ran and waited from then on; null: not known
@@ -51,6 +51,7 @@ export class Stage {
     this.newMarks = [];
     this.gone = new Map(); // request -> { at, kind } of those that were preempted and are not back
     this.back = new Map(); // request -> how it comes back, between the note and the join
+    this.parentOf = new Map(); // request -> what it was forked from, until it has a row
     this.endOf = new Map(); // request -> when it ended, until it has left its row
     this.early = new Set(); // requests whose end is known before a step notes it
     this.leftEarly = new Map(); // request -> the row it left since the newest step
@@ -151,9 +152,10 @@ export class Stage {
     if (seq === step.seq) for (const segment of step.open || []) this.end(segment, at);
   }
 
-  note([kind, request, rule, , , at]) {
+  note([kind, request, rule, , against, at]) {
     const row = this.rowOf.get(request) ?? this.leftEarly.get(request);
     if (kind === "resume") this.back.set(request, rule === "swap" ? SWAP : RECOMPUTE);
+    if (kind === "fork") this.parentOf.set(request, against);
     if (kind === "preempt") {
       const how = rule.endsWith("swap") ? SWAP : RECOMPUTE;
       this.gone.set(request, { at, kind: how });
@@ -162,14 +164,15 @@ export class Stage {
     if (kind === "finish" || kind === "fail") {
       if (this.rowOf.has(request)) this.endOf.set(request, at);
       this.gone.delete(request);
+      this.parentOf.delete(request);
       if (this.early.delete(request)) return; // known already
       this.mark(row, request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
     }
   }
 
-  mark(row, request, at, kind, rule, back = false) {
+  mark(row, request, at, kind, rule, back = false, from = row) {
     if (row === undefined) return; // it had none: it ended while it waited
-    const mark = { row, request, at, kind, rule, back };
+    const mark = { row, request, at, kind, rule, back, from };
     this.marks.push(mark);
     this.newMarks.push(mark);
   }
@@ -181,6 +184,9 @@ export class Stage {
     this.latest.set(row, { request, left: null });
     this.mostRow = Math.max(this.mostRow, row);
     if (how) this.mark(row, request, at, how, "resume", true);
+    const from = this.rowOf.get(this.parentOf.get(request));
+    if (from !== undefined) this.mark(row, request, at, FORK, "fork", true, from);
+    this.parentOf.delete(request);
     this.back.delete(request);
     this.gone.delete(request);
   }

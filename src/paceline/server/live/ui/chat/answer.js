@@ -1,20 +1,19 @@
-// One answer on its way: asks for it, writes what comes into its message, and says how it ended. Knows no page.
+// An answer or the branches of one on their way: asks for them, writes what comes into their messages, and says how they
+// ended. Knows no page.
 
-import { events, headers } from "../feed.js";
-import { requestBody } from "./conversation.js";
+import { ask, events, headers } from "../feed.js";
+import { cut, isUnderWay, requestBody } from "./conversation.js";
 
 const MOST_TRIES = 6;
 const CONNECTION = "connection_lost", ENDED_EARLY = "ended_early";
 
 export class Answer {
   // `onChange` is called at every change of the message, `onRequest` the id of the request, once it has one.
-  constructor(conversation, { onChange, onRequest }) {
-    Object.assign(this, { conversation, onChange, onRequest, message: conversation.messages.at(-1) });
+  constructor(conversation, message, { onChange, onRequest }) {
+    Object.assign(this, { conversation, message, onChange, onRequest });
     this.control = new AbortController();
     this.wake = null; // ends a pause before another try
-    this.tokensBefore = this.message.tokens ?? 0; // when an answer is continued
-    this.hasBegun = false; // whether anything of it has come
-    this.decoder = new TextDecoder(); // a token can end within a letter
+    this.writer = new Writer(message);
   }
 
   async run() {
@@ -24,8 +23,8 @@ export class Answer {
       this.onChange(message);
       try {
         await this.write();
-        Object.assign(message, { state: "done" });
       } catch (error) {
+        if (!isUnderWay(message)) return this.onChange(message); // all of it had come
         const problem = this.control.signal.aborted ? null : problemOf(error);
         if (await this.mayTryAgain(problem, tries)) continue;
         Object.assign(message, { state: problem ? "failed" : "stopped", problem });
@@ -44,37 +43,125 @@ export class Answer {
   }
 
   async write() {
-    const { message, control } = this, sent = performance.now();
-    const body = requestBody(this.conversation);
+    const { message, control, writer } = this, body = requestBody(this.conversation, message);
     if (body.response_format) message.form = "json";
-    const request = { method: "POST", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body), signal: control.signal };
-    const answer = await fetch("/v1/chat/completions", request);
-    if (!answer.ok) throw await refusalOf(answer);
-    let pieces = 0, first = null, last = null, tokens = null;
-    for await (const chunk of events(answer.body)) {
-      if (chunk.error) throw Object.assign(new Error(chunk.error.message), { code: chunk.error.code });
+    writer.start();
+    let tokens = null;
+    for await (const chunk of chunks("/v1/chat/completions", body, control.signal)) {
       if (chunk.id && message.request !== chunk.id) {
         message.request = chunk.id;
+        delete message.branch; // one that is continued is a request like any other
         this.onRequest(chunk.id);
       }
       tokens = chunk.usage?.completion_tokens ?? tokens;
-      const choice = chunk.choices?.[0];
-      if (choice && this.take(choice)) {
-        message.state = "writing";
-        this.hasBegun = true;
-        last = performance.now();
-        first ??= last;
-        pieces += 1;
-      }
-      if (choice?.finish_reason) message.finish = choice.finish_reason;
-      this.measure(tokens ?? pieces, sent, first, last);
+      if (chunk.choices?.[0]) writer.take(chunk.choices[0]);
+      writer.measure(tokens);
       this.onChange(message);
     }
     if (!message.finish) throw Object.assign(new Error("The server ended the answer early."), { code: ENDED_EARLY });
   }
 
-  // What a chunk has of reasoning, text, calls and probabilities; false where it has nothing to show.
-  take({ delta = {}, logprobs }) {
+  // Whether the request can be sent once more: nothing has come of it, and the server said when to.
+  async mayTryAgain(problem, tries) {
+    const { message } = this;
+    if (!problem || this.writer.pieces || tries >= MOST_TRIES) return false;
+    if (!problem.retryS) return false;
+    message.problem = { ...problem, retryAt: Date.now() + 1000 * problem.retryS };
+    this.onChange(message);
+    await new Promise((wake) => {
+      this.wake = wake;
+      setTimeout(wake, 1000 * problem.retryS);
+    });
+    this.wake = null;
+    return !this.control.signal.aborted;
+  }
+}
+
+// New branches of an answer that is live, all in one stream. The server keeps those that reach their length, so that they
+// can go on.
+export class Fork {
+  // `onBranches` gets the branches, once they are made.
+  constructor(parent, body, { onChange, onRequest, onBranches }) {
+    Object.assign(this, { parent, body, onChange, onRequest, onBranches, control: new AbortController(), writers: new Map() });
+  }
+
+  // Returns the problem where the server refused.
+  async run() {
+    let problem = null;
+    try {
+      for await (const chunk of chunks(pathOf(this.parent, "fork"), { stream: true, on_stop: "hold", ...this.body }, this.control.signal)) {
+        if (chunk.fork) this.begin(chunk);
+        for (const choice of chunk.choices) this.take(choice);
+      }
+    } catch (error) {
+      problem = this.control.signal.aborted ? null : problemOf(error);
+    }
+    const cause = problem ?? (this.control.signal.aborted ? null : { code: ENDED_EARLY, message: "The server ended the answer early." });
+    for (const { message } of this.writers.values()) {
+      cut(message, cause);
+      this.onChange(message);
+    }
+    return this.writers.size ? null : problem;
+  }
+
+  stop() {
+    this.control.abort();
+  }
+
+  begin({ id, fork }) {
+    const { reasoning, thought_ms, form, logprobs } = this.parent;
+    const known = { reasoning, thought_ms, form, logprobs: logprobs && [unknown(fork.text)] };
+    for (const name of fork.branches) {
+      const branch = Number(name.split("/").at(-1)), message = { role: "assistant", content: fork.text, state: "writing", request: id, branch };
+      for (const [name, value] of Object.entries(known)) if (value !== undefined) message[name] = value;
+      this.writers.set(branch, new Writer(message));
+    }
+    this.onBranches([...this.writers.values()].map((writer) => writer.message));
+    this.onRequest(id);
+  }
+
+  take(choice) {
+    const writer = this.writers.get(choice.index);
+    if (!writer) return;
+    writer.take(choice);
+    this.onChange(writer.message);
+    // What ended with its last word is complete: text behind that would stand outside of the answer.
+    if (choice.held === "stop") change(writer.message, "prune").catch(() => {});
+  }
+}
+
+// Writes what comes of one choice into its message.
+class Writer {
+  constructor(message) {
+    this.message = message;
+    this.tokensBefore = message.tokens ?? (message.content ? null : 0); // when an answer is continued; null: unknown
+    this.decoder = new TextDecoder(); // a token can end within a letter
+    this.start();
+  }
+
+  start() {
+    Object.assign(this, { sent: performance.now(), first: null, last: null, pieces: 0 });
+  }
+
+  take(choice) {
+    const { message } = this;
+    if (this.read(choice)) {
+      message.state = "writing";
+      delete message.held;
+      this.last = performance.now();
+      this.first ??= this.last;
+      this.pieces += 1;
+    }
+    if (choice.held) Object.assign(message, { state: "done", finish: choice.held, held: true });
+    if (!choice.finish_reason) return;
+    const isPruned = choice.finish_reason === "abort" && message.finish !== "stop";
+    if (isPruned || choice.finish_reason !== "abort") message.finish = choice.finish_reason;
+    message.state = isPruned ? "stopped" : "done";
+    delete message.held;
+  }
+
+  // Whether there was anything new in it.
+  read({ delta = {}, logprobs, injected }) {
     const { message } = this, { content, reasoning_content: reasoning, tool_calls: calls } = delta;
     if (reasoning) {
       message.reasoning = (message.reasoning ?? "") + reasoning;
@@ -86,6 +173,7 @@ export class Answer {
     for (const call of calls ?? []) this.takeCall(call);
     // Only the answer's own tokens; one whose text is held back comes with an empty delta.
     if (logprobs?.content && !reasoning && !calls) (message.logprobs ??= []).push(...logprobs.content.map((token) => this.tokenOf(token)));
+    if (injected && content && message.logprobs) message.logprobs.push(unknown(content));
     return Boolean(reasoning || content || calls?.length);
   }
 
@@ -102,28 +190,34 @@ export class Answer {
     return [text, rounded(logprob), top.map((other) => [other.token, rounded(other.logprob)])];
   }
 
-  measure(tokens, sent, first, last) {
-    const { message, tokensBefore } = this;
+  // `tokens` is the server's count, where there is one.
+  measure(tokens) {
+    const { message, tokensBefore, sent, first, last } = this, count = tokens ?? this.pieces;
     if (first === null) return;
-    message.tokens = tokensBefore + tokens;
+    if (tokensBefore !== null) message.tokens = tokensBefore + count;
     message.ttft = Math.round(first - sent);
     // The name of a call is known some tokens after it began: what came since says nothing of the speed.
-    if (tokens > 1 && last > first && !message.calls) message.rate = ((tokens - 1) * 1000) / (last - first);
+    if (count > 1 && last > first && !message.calls) message.rate = ((count - 1) * 1000) / (last - first);
   }
+}
 
-  // Whether the request can be sent once more: nothing has come of it, and the server said when to.
-  async mayTryAgain(problem, tries) {
-    const { message } = this;
-    if (!problem || this.hasBegun || tries >= MOST_TRIES) return false;
-    if (!problem.retryS) return false;
-    message.problem = { ...problem, retryAt: Date.now() + 1000 * problem.retryS };
-    this.onChange(message);
-    await new Promise((wake) => {
-      this.wake = wake;
-      setTimeout(wake, 1000 * problem.retryS);
-    });
-    this.wake = null;
-    return !this.control.signal.aborted;
+// A text among the tokens of an answer of which no probability is known.
+export const unknown = (text) => [text, null, []];
+
+const pathOf = ({ request, branch = 0 }, what) => `/v1/requests/${encodeURIComponent(request)}/${branch}/${what}`;
+
+// Changes a live answer: "extend" with text, or with more tokens, or "prune".
+export function change(message, what, body = {}) {
+  if (what === "extend") return ask(pathOf(message, what), body, "POST");
+  return ask(`/v1/requests/${encodeURIComponent(message.request)}/prune`, { branches: [message.branch ?? 0] }, "POST");
+}
+
+async function* chunks(path, body, signal) {
+  const answer = await fetch(path, { method: "POST", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body), signal });
+  if (!answer.ok) throw await refusalOf(answer);
+  for await (const chunk of events(answer.body)) {
+    if (chunk.error) throw Object.assign(new Error(chunk.error.message), { code: chunk.error.code });
+    yield chunk;
   }
 }
 

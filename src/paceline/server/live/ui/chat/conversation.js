@@ -8,6 +8,9 @@
 //   calls                   [{ id, name, arguments, result }]: arguments are JSON as text, a result is what was sent back
 //   logprobs                [[text, logprob, [[text, logprob]]]]: each token with the likeliest at its place
 //   form, view              "json" where a schema was sent; how a reader chose to see it
+//   branch, held            its number among the branches of the request; whether the server keeps it at its end
+//   branches, place         the other branches of a forked answer, and where among them it stands itself: the message is
+//                           the one that the conversation goes on with
 
 const MOST_TITLE = 60;
 const UNDER_WAY = new Set(["waiting", "writing"]);
@@ -24,6 +27,22 @@ export const newAnswer = () => ({ role: "assistant", content: "", state: "waitin
 
 export const isUnderWay = (message) => UNDER_WAY.has(message?.state);
 
+// Whether the server can still fork it or put text into it.
+export const isLive = (message) => Boolean(message.held || (isUnderWay(message) && message.request));
+
+// All branches of an answer, from left to right.
+export function columnsOf(message) {
+  const { branches = [], place = 0 } = message;
+  return [...branches.slice(0, place), message, ...branches.slice(place)];
+}
+
+// Branches as one message: the conversation goes on with `chosen`.
+export function arranged(columns, chosen) {
+  for (const each of columns) for (const name of ["branches", "place"]) delete each[name];
+  if (columns.length > 1) Object.assign(chosen, { branches: columns.filter((each) => each !== chosen), place: columns.indexOf(chosen) });
+  return chosen;
+}
+
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
   const first = conversation.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0] ?? "";
@@ -33,39 +52,47 @@ export function titleOf(conversation) {
 // What was read from the storage, as it must be; null where it is no conversation.
 export function restored(found) {
   if (typeof found?.id !== "string" || !Array.isArray(found.messages)) return null;
-  const isMessage = (message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
   if (!found.messages.every(isMessage)) return null;
   const settings = newSettings();
   for (const [name, value] of Object.entries(settings)) if (typeof found.settings?.[name] === typeof value) settings[name] = found.settings[name] ?? value;
   return { title: "", created: 0, updated: 0, ...found, settings, messages: found.messages.map(restoredMessage) };
 }
 
+const isMessage = (message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
+
 // Without the parts that are not as they must be.
 function restoredMessage(message) {
   const isText = (value) => typeof value === "string";
   const isCall = (call) => isText(call?.id) && isText(call.name) && isText(call.arguments) && (call.result === undefined || isText(call.result));
   const isToken = (token) => Array.isArray(token) && isText(token[0]) && Array.isArray(token[2]);
-  const { reasoning, calls, logprobs, ...rest } = message;
+  const { reasoning, calls, logprobs, branches, place, ...rest } = message;
   if (isText(reasoning)) rest.reasoning = reasoning;
   if (Array.isArray(calls) && calls.every(isCall)) rest.calls = calls;
   if (Array.isArray(logprobs) && logprobs.every(isToken)) rest.logprobs = logprobs;
+  if (Array.isArray(branches) && branches.every(isMessage)) Object.assign(rest, { branches: branches.map((each) => restoredMessage({ ...each, branches: null })), place: Number(place) || 0 });
   return rest;
 }
 
 // An answer whose page was closed has stopped.
 export function interrupted(conversation) {
-  for (const message of conversation.messages) if (isUnderWay(message)) Object.assign(message, { state: "stopped", problem: null });
+  for (const message of conversation.messages.flatMap(columnsOf)) cut(message);
   return conversation;
+}
+
+// What it has is all that comes.
+export function cut(message, problem = null) {
+  if (isUnderWay(message)) Object.assign(message, { state: problem ? "failed" : "stopped", problem });
+  delete message.held;
 }
 
 // Whether an answer can go on from where it is: text can. JSON and calls cannot, a form begins at its beginning.
 export const canGoOn = (message) => Boolean(message.content) && !message.calls?.length && message.form !== "json";
 
-// The body of a request for the last message, which is the answer to be written. Templates expect turns to alternate:
+// The body of a request for an answer to be written: the last message, or a branch of it. Templates expect turns to alternate:
 // answers without a word are left out and messages that then follow each other are joined. Throws where a setting
 // cannot be sent.
-export function requestBody(conversation) {
-  const { settings, messages } = conversation, answer = messages.at(-1), turns = turnsOf(messages);
+export function requestBody({ settings, messages }, answer) {
+  const turns = turnsOf([...messages.slice(0, -1), answer]);
   const isAsked = turns.at(-1)?.role === "user";
   if (settings.system.trim()) turns.unshift({ role: "system", content: settings.system });
   const body = { messages: turns, stream: true, stream_options: { include_usage: true }, ...settings.sampling };

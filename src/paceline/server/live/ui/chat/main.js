@@ -1,8 +1,9 @@
 // The chat page: conversations, the one that is shown, and the answers that are being written.
 
 import { keyring } from "../feed.js";
-import { Answer } from "./answer.js";
-import { newAnswer, newConversation, titleOf } from "./conversation.js";
+import { Answer, Fork, change, unknown } from "./answer.js";
+import { sideBySide } from "./branches.js";
+import { arranged, columnsOf, isLive, isUnderWay, newAnswer, newConversation, titleOf } from "./conversation.js";
 import { button, byId, element } from "../dom.js";
 import { Markdown } from "./markdown.js";
 import { MessageView } from "./message.js";
@@ -13,11 +14,13 @@ import { Store } from "./store.js";
 import { showStory } from "./story.js";
 import { Strip } from "./strip.js";
 
+const MOST_STREAMS = 4; // a browser has six connections to a server, and the live batch and what a user does need one each
+const MORE_TOKENS = 256; // for a branch that goes on, where the settings do not say
 const SAVE_MS = 1000, TOAST_MS = 8000, NEAR_PX = 48;
 const EXAMPLES = ["Explain continuous batching in three sentences.", "Write a Python function that reverses a string.", "Plan a weekend by the sea, as a list."];
 
 const conversations = new Map(); // by id
-const running = new Map(); // id of a conversation -> its answer on its way
+const running = new Map(); // id of a conversation -> its answers on their way
 const saves = new Map(); // id of a conversation -> the timer of its next save
 const changed = new Set(); // messages that are to be drawn
 let shownState = ""; // of the server
@@ -43,9 +46,11 @@ function choose(conversation) {
   const actions = {
     edit: (message, text) => edit(conversation, message, text),
     regenerate: () => regenerate(conversation),
-    continue: () => answer(conversation),
-    stop: () => running.get(conversation.id)?.stop(),
-    tryNow: () => running.get(conversation.id)?.tryNow(),
+    continue: (message) => goOn(conversation, message),
+    fork: (message, count) => fork(conversation, message, count),
+    inject: (message, text) => inject(conversation, message, text),
+    stop: () => stop(conversation),
+    tryNow: () => running.get(conversation.id)?.forEach((under) => under.tryNow?.()),
     explain: (message) => showStory(byId("story"), message),
     sendResults: (message, results) => sendResults(conversation, message, results),
     openSettings,
@@ -55,9 +60,9 @@ function choose(conversation) {
       save(conversation);
     },
   };
-  views = conversation.messages.map((message) => new MessageView(message, actions));
-  byId("messages").replaceChildren(...views.map((view) => view.root));
-  views.forEach((view, at) => view.update(at === views.length - 1));
+  views = [];
+  byId("messages").replaceChildren(...conversation.messages.map((message) => show(conversation, message, actions)));
+  for (const column of document.querySelectorAll(".branch")) column.scrollTop = column.scrollHeight;
   document.title = conversation.messages.length ? `${titleOf(conversation)} – Paceline` : "Paceline";
   isPinned = true;
   byId("alternatives").hidden = true; // its token is gone
@@ -65,6 +70,15 @@ function choose(conversation) {
   showAll();
   scrollDown();
   if (matchMedia("(pointer: fine)").matches) byId("text").focus();
+}
+
+// A message, or the branches of it.
+function show(conversation, message, actions) {
+  const columns = columnsOf(message), isLast = message === conversation.messages.at(-1), isAlone = columns.length === 1;
+  const own = columns.map((each) => new MessageView(each, isAlone ? actions : { ...actions, regenerate: null }, isLast));
+  views.push(...own);
+  if (isAlone) return own[0].root;
+  return sideBySide(message, own, isLast ? { use: (branch) => use(conversation, branch), prune: (branch) => prune(conversation, branch) } : null);
 }
 
 function begin() {
@@ -87,7 +101,7 @@ function rename(id, title) {
 
 function remove(id) {
   const conversation = conversations.get(id);
-  running.get(id)?.stop();
+  stop(conversation);
   clearTimeout(saves.get(id));
   saves.delete(id);
   conversations.delete(id);
@@ -135,32 +149,50 @@ function send(text) {
   ask(current);
 }
 
+const isWriting = (conversation) => running.has(conversation.id) && conversation.messages.slice(-1).flatMap(columnsOf).some(isUnderWay);
+
+const stop = (conversation) => running.get(conversation.id)?.forEach((under) => under.stop());
+
 function ask(conversation) {
+  stop(conversation); // branches that the server keeps, or that are not those it goes on with
   conversation.messages.push(newAnswer());
   conversation.updated = Date.now();
   if (conversation === current) choose(conversation);
-  answer(conversation);
+  answer(conversation, conversation.messages.at(-1));
 }
 
-// Writes the last message: from its beginning, or on from where it is.
-async function answer(conversation) {
-  if (running.has(conversation.id)) return;
+// What an answer on its way calls.
+function listeners(conversation) {
   const onRequest = (id) => strip.track(id);
   const onChange = (message) => {
     draw(message);
     saveSoon(conversation);
+    if (conversation === current && isWriting(conversation) !== byId("send").classList.contains("stop")) showAll();
   };
-  const under = new Answer(conversation, { onChange, onRequest });
-  running.set(conversation.id, under);
+  return { onChange, onRequest };
+}
+
+// Until it has ended.
+async function follow(conversation, under) {
+  if (!running.has(conversation.id)) running.set(conversation.id, new Set());
+  const all = running.get(conversation.id).add(under);
   showAll();
-  announce("Answering.");
-  await under.run();
-  running.delete(conversation.id);
+  const found = await under.run();
+  all.delete(under);
+  if (!all.size) running.delete(conversation.id);
   save(conversation);
-  draw(under.message);
   showAll();
-  announce(ending(under.message));
-  const { problem } = under.message;
+  return found;
+}
+
+// Writes the last message or a branch of it: from its beginning, or on from where it is.
+async function answer(conversation, message) {
+  if ([...(running.get(conversation.id) ?? [])].some((under) => under.message === message)) return;
+  announce("Answering.");
+  await follow(conversation, new Answer(conversation, message, listeners(conversation)));
+  draw(message);
+  announce(ending(message));
+  const { problem } = message;
   if (problem?.status === 401 || problem?.status === 403 || problem?.status === 0) server.connect();
 }
 
@@ -169,6 +201,68 @@ function ending({ state, problem, tokens, calls }) {
   if (state === "done" && calls?.length) return `The model calls ${calls.map((call) => call.name).join(", ")}.`;
   return state === "stopped" ? "Stopped." : `The answer is complete: ${tokens ?? 0} tokens.`;
 }
+
+// ------------------------------------------------------------ branches
+
+// An answer that goes on as the first of several branches.
+async function fork(conversation, message, count) {
+  if ([...running.values()].reduce((sum, all) => sum + all.size, 0) >= MOST_STREAMS) return toast("Too many answers are on their way: stop some of them first.");
+  const onBranches = (branches) => {
+    const chosen = conversation.messages.at(-1), columns = columnsOf(chosen), at = columns.indexOf(message);
+    if (at < 0) return stop(conversation); // it was pruned meanwhile
+    arrange(conversation, [...columns.slice(0, at + 1), ...branches, ...columns.slice(at + 1)], chosen);
+    announce(`Forked into ${count} branches.`);
+  };
+  const temperature = conversation.settings.sampling.temperature ?? server.card.paceline?.default_sampling?.temperature;
+  const body = { n: count - 1, ...(temperature === 0 ? { temperature: 1 } : {}) }; // or all of them would be equal
+  const problem = await follow(conversation, new Fork(message, body, { ...listeners(conversation), onBranches }));
+  if (problem) toast(problem.message);
+}
+
+// The last answer has these branches, and the conversation goes on with one of them.
+function arrange(conversation, columns, chosen) {
+  conversation.messages.splice(-1, 1, arranged(columns, chosen));
+  if (conversation === current) choose(conversation);
+  save(conversation);
+}
+
+const use = (conversation, branch) => arrange(conversation, columnsOf(conversation.messages.at(-1)), branch);
+
+function prune(conversation, branch) {
+  const chosen = conversation.messages.at(-1), columns = columnsOf(chosen), left = columns.filter((each) => each !== branch);
+  if (isLive(branch)) change(branch, "prune").catch(() => {}); // it has ended meanwhile
+  arrange(conversation, left, branch === chosen ? left[0] : chosen);
+  arranged([branch], branch);
+  toast("The branch was pruned.", () => {
+    const last = conversation.messages.at(-1), at = columns.indexOf(branch), now = columnsOf(last);
+    if (last.role !== "assistant" || !now.every((each) => columns.includes(each))) return; // the conversation has gone on
+    arrange(conversation, [...now.slice(0, at), branch, ...now.slice(at)], last);
+  });
+}
+
+// Puts text behind what an answer has.
+function inject(conversation, message, text) {
+  if (isLive(message)) return extend(conversation, message, { text });
+  message.content += text;
+  message.logprobs?.push(unknown(text));
+  answer(conversation, message);
+}
+
+function goOn(conversation, message) {
+  if (message.held) return extend(conversation, message, {});
+  answer(conversation, message);
+}
+
+async function extend(conversation, message, body) {
+  const more = message.held ? { max_tokens: conversation.settings.sampling.max_tokens ?? MORE_TOKENS } : {};
+  try {
+    await change(message, "extend", { ...body, ...more });
+  } catch (error) {
+    toast(error.message);
+  }
+}
+
+// ------------------------------------------------------------ other answers
 
 function regenerate(conversation) {
   replaceFrom(conversation, conversation.messages.length - 1, []);
@@ -181,6 +275,7 @@ function edit(conversation, message, text) {
 // The results of all calls of an answer; the model goes on with them.
 function sendResults(conversation, message, results) {
   const calls = message.calls.map((call, at) => ({ ...call, result: results[at] }));
+  if (columnsOf(conversation.messages.at(-1)).includes(message)) use(conversation, message);
   if (message !== conversation.messages.at(-1)) return replaceFrom(conversation, conversation.messages.indexOf(message), [{ ...message, calls }]);
   message.calls = calls;
   ask(conversation);
@@ -188,13 +283,13 @@ function sendResults(conversation, message, results) {
 
 // The conversation goes on from here with other messages; those that were there can be had back.
 async function replaceFrom(conversation, at, messages) {
-  running.get(conversation.id)?.stop();
+  stop(conversation);
   while (running.has(conversation.id)) await new Promise((wake) => setTimeout(wake, 10));
   const before = conversation.messages.splice(at, Infinity, ...messages);
   ask(conversation);
   if (before.length < 2 && !before[0]?.content) return;
   toast(before.length > 1 ? `${before.length} messages were replaced.` : "The answer was replaced.", () => {
-    running.get(conversation.id)?.stop();
+    stop(conversation);
     conversation.messages.splice(at, Infinity, ...before);
     if (conversation === current) choose(conversation);
     save(conversation);
@@ -210,14 +305,23 @@ function draw(message) {
   isDrawing = true;
   requestAnimationFrame(() => {
     isDrawing = false;
-    views.forEach((view, at) => changed.has(view.message) && view.update(at === views.length - 1));
+    for (const view of views) if (changed.has(view.message)) update(view);
     changed.clear();
     if (isPinned) scrollDown();
   });
 }
 
+// A branch is a column that scrolls for itself: at its end it stays there.
+function update(view) {
+  const column = view.root.closest(".branch"), isAtEnd = column && isNearEnd(column);
+  view.update();
+  if (isAtEnd) column.scrollTop = column.scrollHeight;
+}
+
+const isNearEnd = (place) => place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_PX;
+
 function showAll() {
-  const isRunning = running.has(current.id), isReady = server.state === "ready";
+  const isRunning = isWriting(current), isReady = server.state === "ready";
   byId("empty").hidden = current.messages.length > 0;
   byId("send").textContent = isRunning ? "Stop" : "Send";
   byId("send").classList.toggle("stop", isRunning);
@@ -243,15 +347,15 @@ function notice(text) {
 
 let fading = null;
 
-function toast(text, undo) {
+function toast(text, undo = null) {
   const place = byId("toast"), hide = () => (place.hidden = true);
   clearTimeout(fading);
   fading = setTimeout(hide, TOAST_MS);
-  const undoing = button("Undo", () => {
+  const undoing = undo && button("Undo", () => {
     hide();
     undo();
   });
-  place.replaceChildren(element("span", { text }), undoing);
+  place.replaceChildren(...[element("span", { text }), undoing].filter(Boolean));
   place.hidden = false;
 }
 
@@ -299,7 +403,7 @@ function openSettings() {
 
 function submit(event) {
   event.preventDefault();
-  if (running.has(current.id)) return running.get(current.id).stop();
+  if (isWriting(current)) return stop(current);
   const area = byId("text"), text = area.value.trim();
   if (!text || server.state !== "ready") return;
   area.value = "";
@@ -318,7 +422,7 @@ function pressed(event) {
   if (document.body.classList.contains("list-open")) {
     openList(false);
     byId("show-list").focus();
-  } else running.get(current.id)?.stop();
+  } else stop(current);
 }
 
 byId("composer").addEventListener("submit", submit);
@@ -326,11 +430,11 @@ byId("text").addEventListener("input", grow);
 byId("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  if (!running.has(current.id)) byId("composer").requestSubmit();
+  if (!isWriting(current)) byId("composer").requestSubmit();
 });
 byId("scroll").addEventListener("scroll", () => {
   const place = byId("scroll");
-  isPinned = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_PX;
+  isPinned = isNearEnd(place);
   byId("newest").hidden = isPinned;
   byId("alternatives").hidden = true;
 });
@@ -352,9 +456,10 @@ for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListene
 document.querySelector("main").addEventListener("click", () => openList(false));
 addEventListener("keydown", pressed);
 addEventListener("pagehide", () => {
-  for (const under of running.values()) {
-    under.stop(); // or the browser ends its request, which looks like a lost connection
-    save(under.conversation);
+  for (const conversation of conversations.values()) {
+    if (!running.has(conversation.id)) continue;
+    stop(conversation); // or the browser ends its requests, which looks like a lost connection
+    save(conversation);
   }
 });
 for (const text of EXAMPLES) byId("examples").append(button(text, () => server.state === "ready" && send(text)));

@@ -1,27 +1,28 @@
 // The one place where a message is shown. A view is made once for a message and follows it while it changes.
 
 import { CallCards, isCut } from "./calls.js";
-import { canGoOn, isUnderWay } from "./conversation.js";
+import { canGoOn, isLive, isUnderWay } from "./conversation.js";
 import { button, copyButton, element } from "../dom.js";
 import { indented, isJson } from "./json.js";
 import { Markdown } from "./markdown.js";
 import { TokenText } from "./tokens.js";
 
+const NUM_BRANCHES = 3, MOST_BRANCHES = 8; // of a fork
 const TOO_LONG = new Set(["context_length_exceeded"]);
 const SETTINGS = new Set(["response_format", "tools", "tool_choice"]); // what a server refuses of them is said beside the field
 
 export class MessageView {
-  // `actions` are what a reader can do with it: edit, regenerate, continue, stop, tryNow, explain, see, sendResults,
-  // openSettings.
-  constructor(message, actions) {
-    Object.assign(this, { message, actions });
+  // `actions` are what a reader can do with it: edit, regenerate, continue, fork, inject, stop, tryNow, explain, see,
+  // sendResults, openSettings. A branch among others has no regenerate. Only the last message has all of them.
+  constructor(message, actions, isLast) {
+    Object.assign(this, { message, actions, isLast });
     this.body = element("div", { class: "body", dir: "auto" });
     this.state = element("div", { class: "state" });
     this.foot = element("div", { class: "foot" });
     const name = element("h3", { class: "unseen", text: message.role === "user" ? "You" : "Answer" });
     this.root = element("article", { class: `message ${message.role}` }, name, this.body, this.state, this.foot);
     if (message.role !== "user") this.makeParts();
-    this.update(true);
+    this.update();
   }
 
   // An answer is reasoning, its text in one of two shapes, and calls.
@@ -36,8 +37,8 @@ export class MessageView {
     this.body.after(spelled, this.calls.root);
   }
 
-  update(isLast) {
-    const { message } = this;
+  update() {
+    const { message, isLast } = this;
     if (message.role === "user") {
       if (!this.editing) this.body.textContent = message.content;
       this.foot.replaceChildren(button("Edit", () => this.edit()), this.copyButton());
@@ -82,7 +83,7 @@ export class MessageView {
 
   // Figures change with every token, buttons do not: one that has the focus must keep it.
   showFoot(isLast) {
-    const { message, actions } = this, shown = [message.state, isLast, message.request, viewOf(message), viewsOf(message)].join(" ");
+    const { message, actions } = this, shown = [message.state, isLast, message.request, isLive(message), Boolean(message.content), viewOf(message), viewsOf(message)].join(" ");
     if (this.shown !== shown) {
       this.shown = shown;
       this.figures = element("span", { class: "figures" });
@@ -91,7 +92,8 @@ export class MessageView {
         ...[
           this.viewButtons(),
           message.content && !isUnderWay(message) ? this.copyButton() : null,
-          canAsk ? button("Regenerate", actions.regenerate) : null,
+          canAsk && actions.regenerate ? button("Regenerate", actions.regenerate) : null,
+          ...(isLast ? this.branchButtons() : []),
           message.request ? button("Explain", () => actions.explain(message), { title: "Why it took as long as it did" }) : null,
           message.request ? element("a", { href: laneOf(message), target: "_blank", rel: "opener", text: "Lane", title: "Show its lane on the live page" }) : null,
           this.figures,
@@ -99,6 +101,42 @@ export class MessageView {
       );
     }
     this.figures.textContent = figuresOf(message).join(" · ");
+  }
+
+  // An answer can be forked once its text has begun.
+  branchButtons() {
+    const { message, actions } = this, count = element("input", { type: "number", min: "2", max: String(MOST_BRANCHES), value: String(NUM_BRANCHES), "aria-label": "Number of branches" });
+    const fork = button("Fork into", () => count.reportValidity() && actions.fork(message, Number(count.value)), { title: "Go on in several ways from here, side by side" });
+    const canFork = isLive(message) && message.content && !message.calls?.length, canInject = isLive(message) || canGoOn(message);
+    return [
+      canFork ? element("span", { class: "fork" }, fork, count) : null,
+      canInject ? button("Inject", () => this.inject(), { title: "Put text into the answer; the model goes on behind it" }) : null,
+    ];
+  }
+
+  inject() {
+    if (this.injecting) return this.injecting.firstChild.focus();
+    const area = element("textarea", { rows: "2", "aria-label": "Text to put into the answer", placeholder: "The model goes on behind this text" });
+    const leave = () => {
+      this.injecting.remove();
+      this.injecting = null;
+    };
+    const put = () => {
+      if (!area.value) return area.focus();
+      leave();
+      this.actions.inject(this.message, area.value);
+    };
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) put();
+      else if (event.key === "Escape") leave();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    this.injecting = element("div", { class: "inject" }, area, element("div", { class: "line" }, button("Put in", put, { class: "main" }), button("Cancel", leave)));
+    this.foot.before(this.injecting);
+    this.root.scrollIntoView({ block: "end" });
+    area.focus({ preventScroll: true });
   }
 
   // What there is to say of an answer that is not simply there, with what can be done about it. While it only counts down
@@ -122,7 +160,7 @@ export class MessageView {
     const leave = () => {
       this.editing = null;
       this.body.classList.remove("editing");
-      this.update(true);
+      this.update();
     };
     const send = () => {
       const text = area.value.trim();
@@ -181,7 +219,7 @@ function waitingParts(message, actions) {
 
 function endedParts(message, actions) {
   const { content, reasoning, calls, problem } = message, has = content || calls?.length;
-  const go = actions && canGoOn(message) && button("Continue", actions.continue), again = actions && button("Try again", actions.regenerate);
+  const go = actions && canGoOn(message) && button("Continue", () => actions.continue(message)), again = actions?.regenerate && button("Try again", actions.regenerate);
   const said = (text, ...buttons) => [element("span", { text }), ...buttons.filter(Boolean)];
   if (message.state === "stopped") return has ? said("Stopped.", go || again) : said(reasoning ? "Stopped before the answer." : "Stopped before the first token.", again);
   if (message.state === "failed") {

@@ -7,17 +7,17 @@ import { laneOf } from "./message.js";
 const AGAIN_MS = 1000;
 
 export async function showStory(dialog, message) {
-  const { request } = message, sentences = byId("story-sentences");
+  const { request, branch = 0 } = message, sentences = byId("story-sentences");
   const line = (text) => element("li", { text });
   byId("story-lane").href = laneOf(message);
   sentences.replaceChildren(line("…"));
   showFigures(message);
-  dialog.dataset.request = request;
+  dialog.dataset.request = `${request}/${branch}`;
   dialog.showModal();
-  const isShown = () => dialog.open && dialog.dataset.request === request;
+  const isShown = () => dialog.open && dialog.dataset.request === `${request}/${branch}`;
   while (isShown()) {
     try {
-      const { branches } = await ask(`/v1/requests/${encodeURIComponent(request)}/explain`);
+      const found = await ask(`/v1/requests/${encodeURIComponent(request)}/explain`), branches = found.branches.filter(({ index = 0 }) => index === branch);
       if (!isShown()) return;
       sentences.replaceChildren(...branches.flatMap((branch) => branch.sentences.map(line)));
       showFigures(message);

@@ -95,8 +95,8 @@ export class Strip {
   async track(id) {
     try {
       const { branches } = await ask(`/v1/requests/${encodeURIComponent(id)}/explain`);
-      this.own.set(id, branches[0].number);
-      if (this.own.size > MOST_OWN) this.own.delete(this.own.keys().next().value);
+      for (const { index, number } of branches) this.own.set(index ? `${id}/${index}` : id, number);
+      while (this.own.size > MOST_OWN) this.own.delete(this.own.keys().next().value);
     } catch {} // its lane stays one of many
   }
 

@@ -27,6 +27,10 @@ export class TokenText {
       const [spelled, logprob] = tokens[this.tokens];
       if (!spelled || !text.startsWith(spelled, this.at)) continue;
       this.at += spelled.length;
+      if (logprob === null) {
+        this.place.append(spelled); // it was put in, or is from before a fork
+        continue;
+      }
       this.place.append(element("span", { class: `token shade-${shade(logprob)}`, "data-at": String(this.tokens), text: spelled }));
     }
     this.rest.textContent = text.slice(this.at);
