@@ -50,8 +50,11 @@ def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: 
 
 
 def test_the_posterior_of_a_leader() -> None:
-    assert certainty_of(0, 0) == 0.5 and certainty_of(3, 0) == 1 - 1 / 16
-    assert certainty_of(4, 0) > 0.95 > certainty_of(3, 0) and certainty_of(5, 5) == 0.5
+    assert certainty_of(0, 0, 10) == pytest.approx(0.5) and certainty_of(5, 5, 6) == pytest.approx(0.5)
+    assert certainty_of(9, 7, 0) == 1.0 and certainty_of(8, 8, 0) == 0.5 and certainty_of(9, 0, 7) == 1.0
+    assert certainty_of(1, 0, 1) == pytest.approx(2 / 3 + 1 / 3 / 2)  # the next is the same with 2 in 3
+    assert certainty_of(3, 0, 13) > 0.95 > certainty_of(2, 0, 14)
+    assert certainty_of(3, 0, 10**3) == pytest.approx(1 - 1 / 16, abs=2e-3), "the likelier of the two"
 
 
 def test_self_consistency_stops_when_it_is_certain(llm: LLM) -> None:

@@ -1,7 +1,8 @@
 """Self-consistency: several answers are drawn and the one given most often wins; no more than it takes to be certain.
 
-After each answer the leader is compared with the next: if it is the likelier one with a probability above `certainty`,
-by the posterior of the two counts (Beta, uniform prior), the rest is not drawn (Aggarwal et al., 2023).
+After each answer the leader is compared with the next: if it would still lead when all answers were drawn, with a
+probability above `certainty` by the posterior of the two counts (Beta, uniform prior), the rest is not drawn. Aggarwal
+et al. (2023) ask instead which of the two is the likelier one, which takes more answers to know.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from paceline.llm.search.base import (
 from paceline.llm.tree import AsyncTree
 
 
-def certainty_of(first: int, second: int) -> float:
-    """That an answer given `first` times is likelier than one given `second` times."""
-    total = first + second + 1
-    return math.fsum(math.comb(total, count) / 2**total for count in range(first + 1))
+def certainty_of(first: int, second: int, left: int) -> float:
+    """That an answer given `first` times still leads one given `second` times after `left` more; a tie is half a lead.
+
+    Each of these is taken to be one of the two: a third answer would leave their difference as it is.
+    """
+    chance = 0.0
+    for more in range(left + 1):
+        lead = (first + more) - (second + left - more)
+        if lead >= 0:
+            ways = math.comb(left, more) * _beta(first + 1 + more, second + 1 + left - more)
+            chance += ways * (0.5 if lead == 0 else 1.0)
+    return chance / _beta(first + 1, second + 1)
+
+
+def _beta(one: int, other: int) -> float:
+    return 1.0 / (one * math.comb(one + other - 1, one))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +75,7 @@ class SelfConsistency(Search):
             if answer is not None:
                 votes[answer] += 1
             counts = [count for _, count in votes.most_common(2)] + [0, 0]
-            if counts[0] and certainty_of(counts[0], counts[1]) > self.certainty:
+            if counts[0] and certainty_of(counts[0], counts[1], self.n - len(found)) > self.certainty:
                 break
             # No more than may be needed: if those that are under way agree with the leader, they are enough.
             running = num_drawn - len(found)
@@ -70,7 +83,7 @@ class SelfConsistency(Search):
             while (
                 num_drawn < self.n
                 and running < self.parallel
-                and certainty_of(counts[0] + running, counts[1]) <= self.certainty
+                and certainty_of(counts[0] + running, counts[1], self.n - num_drawn) <= self.certainty
             ):
                 more, running, num_drawn = more + 1, running + 1, num_drawn + 1
             if more:
