@@ -250,16 +250,15 @@ class Engine:
 
         Without tokens, one that is held goes on, and any other gets another `max_tokens`.
         """
-        self.scheduler.tokens_of(request_id)  # raises where there is no such request
+        known = self.scheduler.tokens_of(request_id)  # raises where there is no such request
         is_held = self.scheduler.state.requests[request_id].held is not None
         if not len(tokens) and max_tokens is None and not is_held:
             raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
-        guide = self.guides.of_parent(request_id)
-        moved = None if guide is None else self.guides.behind(guide, tokens)
+        moved = self.guides.of_extension(request_id, known.tolist(), tokens)
         self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)
         request = self.scheduler.state.requests.get(request_id)
         if moved is not None and request is not None:  # else it failed on the way
-            self.guides.replace(request_id, moved)
+            self.guides.extended(request_id, moved, request.num_tokens)
             if moved.is_over:
                 self.scheduler.finish_at(request_id, request.num_tokens - request.num_prompt)
 

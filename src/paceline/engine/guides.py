@@ -32,7 +32,9 @@ class Guides:
         self._scheduler = scheduler
         self._maker = maker
         self._guides: dict[RequestId, Guide] = {}
-        self._starts: dict[RequestId, int] = {}  # tokens before the first that its guide sees
+        # Tokens before the first that its guide sees, and up to the last that it has seen.
+        self._starts: dict[RequestId, int] = {}
+        self._ends: dict[RequestId, int] = {}
         self._waiting: dict[RequestId, Structure] = {}
 
     def __bool__(self) -> bool:
@@ -61,6 +63,7 @@ class Guides:
         has seen, where that is not their prompt."""
         for request in requests:
             self._starts[request.id] = request.num_prompt if start is None else start
+            self._ends[request.id] = request.num_tokens
             structure = request.sampling.structured_outputs
             if guide is not None:
                 self._guides[request.id] = guide.copy()
@@ -69,37 +72,50 @@ class Guides:
                 until_s = self._scheduler.state.now_s + COMPILE_S
                 self._scheduler.block(request.id, BlockReason.GRAMMAR, until_s)
 
-    def of_parent(self, request_id: RequestId) -> Guide | None:
-        return self._guides.get(request_id)
-
     def of_branch(self, parent: Request, tokens: Sequence[int], shares: int) -> tuple[Guide | None, int]:
         """The guide of a branch with these tokens, of which it shares some with its parent, and how many come before
         the first that it has seen. None: it is being compiled."""
-        start, seen, guide = self._starts[parent.id], shares, self._guides.get(parent.id)
-        if guide is None or shares < self._scheduler.num_tokens_of(parent):  # it stands behind later ones
-            guide, seen = self.check(parent.sampling.structured_outputs), start
-        if guide is not None:
-            moved = self.behind(guide, tokens[seen:])
-            if moved.is_over:
-                raise InvalidTransition("the structure of the answer is complete: there is nothing to branch")
-            return moved, start
-        if len(tokens) > start:
+        start = self._starts[parent.id]
+        guide = self._standing(parent.id, parent.sampling.structured_outputs, tokens[:shares])
+        if guide is None:
+            if len(tokens) > start:
+                raise InvalidTransition(
+                    f"request {parent.id}: the structure of its answer is still being compiled"
+                )
+            return None, start
+        moved = _behind(guide, tokens[shares:])
+        if moved.is_over:
+            raise InvalidTransition("the structure of the answer is complete: there is nothing to branch")
+        return moved, start
+
+    def of_extension(
+        self, request_id: RequestId, known: Sequence[int], tokens: Sequence[int]
+    ) -> Guide | None:
+        """The guide of a request that has the tokens `known` and is to get these behind them; None: it has none."""
+        structure = self._scheduler.state.requests[request_id].sampling.structured_outputs
+        if structure is None:
+            return None
+        guide = self._standing(request_id, structure, known)
+        if guide is None:
             raise InvalidTransition(
-                f"request {parent.id}: the structure of its answer is still being compiled"
+                f"request {request_id}: the structure of its answer is still being compiled"
             )
-        return None, start
+        return _behind(guide, tokens)
 
-    def behind(self, guide: Guide, tokens: Sequence[int]) -> Guide:
-        """A copy of a guide that has seen these tokens too. Raises where it does not allow them."""
-        if guide.accepts(tokens) != len(tokens):
-            raise InvalidTransition("the structure of the answer does not allow these tokens here")
-        moved = guide.copy()
-        moved.consume(tokens)
-        return moved
+    def extended(self, request_id: RequestId, guide: Guide, num_tokens: int) -> None:
+        """A request has been extended, and has so many tokens now."""
+        self._guides[request_id], self._ends[request_id] = guide, num_tokens
 
-    def replace(self, request_id: RequestId, guide: Guide) -> None:
-        """A request goes on behind another guide."""
-        self._guides[request_id] = guide
+    def _standing(
+        self, request_id: RequestId, structure: Structure | None, tokens: Sequence[int]
+    ) -> Guide | None:
+        """A guide behind these tokens: the request's own if it stands there. It does not where a branch begins earlier,
+        or a stop has cut tokens off."""
+        guide = self._guides.get(request_id)
+        if guide is not None and self._ends[request_id] == len(tokens):
+            return guide
+        guide = self.check(structure)
+        return None if guide is None else _behind(guide, tokens[self._starts[request_id] :])
 
     def let_in(self) -> None:
         """Requests whose structure is compiled by now may run."""
@@ -159,6 +175,8 @@ class Guides:
         requests, tokens, index = (column.tolist() for column in columns)
         own = [place for place, request_id in enumerate(requests) if request_id in guides]
         last = {requests[place]: index[place] for place in own}
+        for place in own:
+            self._ends[requests[place]] += 1
         if len(last) == len(own):
             consume_all([(guides[requests[place]], tokens[place]) for place in own])
         else:  # with drafts a request gets several
@@ -174,9 +192,19 @@ class Guides:
     def _end(self, among: dict[RequestId, Any], request_id: RequestId, outcome: str) -> None:
         del among[request_id]
         self._starts.pop(request_id, None)
+        self._ends.pop(request_id, None)
         counts = self._scheduler.state.counters.structures
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def end_reasoning(self, request_id: RequestId) -> bool:
         guide = self._guides.get(request_id)
         return guide is not None and guide.end_reasoning()
+
+
+def _behind(guide: Guide, tokens: Sequence[int]) -> Guide:
+    """A copy of a guide that has seen these tokens too. Raises where it does not allow them."""
+    if guide.accepts(tokens) != len(tokens):
+        raise InvalidTransition("the structure of the answer does not allow these tokens here")
+    moved = guide.copy()
+    moved.consume(tokens)
+    return moved

@@ -222,7 +222,7 @@ class _Draw:
 
     def spoil(self, body: dict[str, Any], properties: Schema) -> None:
         """Change one field: another type, one off, a limit, something odd, or nothing at all."""
-        names = set(body) | set(self._rng.sample(sorted(properties), 2))
+        names = set(body) | set(self._rng.sample(sorted(properties), min(2, len(properties))))
         if self.chance(0.7):  # most requests get past what every request needs
             names -= set(NEEDED)
         name = self._rng.choice(sorted(names) or ["x"])
