@@ -37,8 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--cpu-threads", "-3"), ("--cpu-threads must be at least 1",)),
         (("--cpu-threads", "two"), ("--cpu-threads",)),
         (
+            ("--speculative-config", "luck"),
+            ("--speculative-config: method 'luck' is not off, auto, ngram, history",),
+        ),
+        (
             ("--speculative-config", "eagle"),
-            ("--speculative-config: method 'eagle' is not off, auto, ngram, history",),
+            ("--speculative-config: method eagle needs model, the folder of a head",),
         ),
         (("--speculative-config", "{"), ("--speculative-config is not JSON",)),
         (
