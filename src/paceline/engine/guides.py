@@ -110,9 +110,9 @@ class Guides:
         self, request_id: RequestId, structure: Structure | None, tokens: Sequence[int]
     ) -> Guide | None:
         """A guide behind these tokens: the request's own if it stands there. It does not where a branch begins earlier,
-        or a stop has cut tokens off."""
+        or a stop has cut tokens off, and it may have failed behind them."""
         guide = self._guides.get(request_id)
-        if guide is not None and self._ends[request_id] == len(tokens):
+        if guide is not None and not guide.error and self._ends[request_id] == len(tokens):
             return guide
         guide = self.check(structure)
         return None if guide is None else _behind(guide, tokens[self._starts[request_id] :])
@@ -150,9 +150,11 @@ class Guides:
         return found
 
     def fail_broken(self) -> None:
-        """End requests whose guide cannot continue, before their next token is delivered."""
+        """End requests whose guide cannot continue, before their next token is delivered. One that is held gets none: a
+        step that was under way went behind its end."""
+        requests = self._scheduler.state.requests
         for request_id, guide in list(self._guides.items()):
-            if guide.error:
+            if guide.error and (request_id not in requests or requests[request_id].held is None):
                 self._end(self._guides, request_id, guide.error)
                 self._scheduler.fail(request_id, guide.error)
 
