@@ -89,15 +89,12 @@ def plan_decode(
     slot_rows: Tensor,
     lengths: Tensor,
     *,
-    first: int = 0,
     shared: Tensor | None = None,
 ) -> None:
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
-    `first` is where every row starts: a shared prefix of that many tokens, whole blocks, is computed elsewhere.
-    `shared` int32 [rows] says the same of each row.
+    `shared` int32 [rows]: so many tokens at the beginning of each row, whole blocks, are computed elsewhere.
     """
-    assert first % BLOCK_SIZE == 0, "a shared prefix is whole blocks"
     _plan_kernel[(1,)](
         plan.items,
         plan.counts,
@@ -107,7 +104,6 @@ def plan_decode(
         plan.target_chunks,
         plan.min_chunk,
         plan.window,
-        first,
         lengths if shared is None else shared,
         lengths if plan.queries is None else plan.queries.count,
         HAS_SHARED=shared is not None,
@@ -119,7 +115,7 @@ def plan_decode(
     )
 
 
-@triton.jit(do_not_specialize=["num_slots", "target_chunks", "min_chunk", "window", "first"])
+@triton.jit(do_not_specialize=["num_slots", "target_chunks", "min_chunk", "window"])
 def _plan_kernel(
     items,
     counts,
@@ -129,7 +125,6 @@ def _plan_kernel(
     target_chunks,
     min_chunk,
     window,
-    first,
     shared,
     query_counts,
     HAS_SHARED: tl.constexpr,
@@ -146,7 +141,6 @@ def _plan_kernel(
     if HAS_QUERIES:
         first_sees -= tl.maximum(tl.load(query_counts + slot, mask=present, other=0) - 1, 0)
     visible_from = tl.where(window > 0, tl.maximum(first_sees - window, 0), 0)
-    visible_from = tl.maximum(visible_from, first)
     if HAS_SHARED:
         visible_from = tl.maximum(visible_from, tl.load(shared + row, mask=present, other=0))
     visible_from = tl.minimum(visible_from, length)
