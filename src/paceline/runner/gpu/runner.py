@@ -26,10 +26,12 @@ from paceline.core.plan import (
     StepPlan,
 )
 from paceline.models.decoder import Parts
+from paceline.models.files.draft_head import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
+from paceline.runner.gpu.device_head import DeviceHead, build_head, further_layers
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
@@ -83,6 +85,7 @@ class GPURunner:
         device: torch.device,
         graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
+        head: HeadFiles | None = None,  # makes drafts
     ) -> None:
         self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
@@ -94,9 +97,16 @@ class GPURunner:
         max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
         max_draws = max(max_slots, max_drafted)
         self._decoder = DeviceDecoder(
-            spec, parts, max_tokens=max_tokens, max_logits=max_draws, max_kept=max_slots, device=device
+            spec,
+            parts,
+            max_tokens=max_tokens,
+            max_logits=max_draws,
+            max_kept=max_slots,
+            device=device,
+            taps=() if head is None else head.spec.taps,
         )
-        self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
+        stored = kv_dtype or self._decoder.dtype
+        self._pools = KVPools(spec, config.kv, memory.tables, stored, further_layers(head))
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -110,9 +120,16 @@ class GPURunner:
         )
         self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
         self._drafts: DeviceDrafts | None = None
+        self._head: DeviceHead | None = None
         if drafts is not None:
+            if head is not None:
+                sizes = {"width": drafts.width, "max_tokens": max_tokens}
+                sizes["positions"] = config.scheduler.max_model_len + 1
+                self._head = build_head(
+                    head, spec, self._decoder, self._pools, memory, device=device, **sizes
+                )
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
-            self._drafts = DeviceDrafts(drafts, memory, device=device, **sizes)
+            self._drafts = DeviceDrafts(drafts, memory, device=device, head=self._head, **sizes)
         self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
 
         def column(count: int, dtype: torch.dtype) -> Tensor:
@@ -162,7 +179,10 @@ class GPURunner:
         self._sampler.warm_up(self._decoder.dtype)
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
-            self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
+            sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
+            self._decoder.warm_up(sizes)
+            if self._head is not None:
+                self._head.warm_up(sizes)
         for slots in {
             1,
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
@@ -176,6 +196,8 @@ class GPURunner:
             self._drafts.warm_up()
         for keys in self._draft_keys:
             kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
+            if self._head is not None:  # its products are as large as there are slots
+                kinds |= {(key.tokens <= FEW_ROWS, key.slots): key for key in keys}
             for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
                 self._drafted_step(drafted)
         most = memory.max_slots
@@ -334,6 +356,8 @@ class GPURunner:
         if self._drafts is not None:
             self._drafts.join(joins)
         rows.memory.send()
+        if self._head is not None:
+            self._head.fork(plan.row_copies)
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
         for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
@@ -451,13 +475,18 @@ class GPURunner:
         slot_rows = self._slot_rows(key.slots)
         overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
         shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
-        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens)
+        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens, overlapped=overlapped)
         step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
         hidden = self._decoder.forward(tokens, self._attention, step)
+        head, behind = self._head, hidden
+        if head is not None:
+            behind = head.follow_drafts(tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
         draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
         self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
         first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
+        if head is not None:
+            head.keep(tokens, behind, slot_rows, drafts.layout.first, drafts.counts)
         if key.with_rules:
             self._sampler.note_first(slot_rows, first)
 
@@ -502,6 +531,8 @@ class GPURunner:
             prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_decoding(self._tokens, slot_rows, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
         if kind.undrawn:
             return
@@ -562,7 +593,10 @@ class GPURunner:
             spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
             span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
-        return self._decoder.forward(tokens, self._attention, step)
+        hidden = self._decoder.forward(tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_spans(tokens, slot_rows, spans, shape.longest_span, hidden)
+        return hidden
 
     def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """How likely each prompt token was, for the few rows that want to know."""
