@@ -1,8 +1,8 @@
-"""Draft heads on the GPU's runner through Triton's interpreter: tokens are those without drafts, and guesses are those of
-the same head on the CPU, which has the same state of every row then.
+"""Draft heads on the GPU's runner through Triton's interpreter: tokens are those without drafts, and guesses those
+of the same head on the CPU, which has the same state of every row then.
 
-A tiny model in float32 and random heads. Rows draw from a few tokens, which the head knows too, so that some drafts are
-right; prompts come in chunks, rows share steps, fork, are preempted and find their beginnings in the cache.
+A tiny model in float32 and random heads. Rows draw at a high temperature, so that their noise, which the head has too,
+makes some drafts right; prompts come in chunks, rows share steps, fork and find their beginnings in the cache.
 """
 
 from __future__ import annotations
@@ -44,34 +44,38 @@ from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
 from tests.torch.test_model_drafts import Silent, random_head
 
 WIDTH = 3
-KNOWN = (7, 90, 200, 333)  # tokens that rows draw and heads guess
+VOCABULARY, KNOWN = 64, 48  # tokens, and those that heads guess
 Guessed = dict[tuple[int, ...], tuple[int, ...]]  # by the tokens of a row
 
 
 def params(**given: object) -> SamplingParams:
-    whole = {"max_tokens": 12, "temperature": 0.9, "ignore_eos": True, "allowed_token_ids": KNOWN}
+    whole = {"max_tokens": 6, "temperature": 2.0, "ignore_eos": True}
     return SamplingParams(**{**whole, **given})  # type: ignore[arg-type]
-
-
-PLAIN = (params(seed=1), params(seed=2, temperature=0.0), params(seed=3, max_tokens=9))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    (path / "config.json").write_text(
+        json.dumps({**CONFIG, "num_hidden_layers": 2, "vocab_size": VOCABULARY})
+    )
     return path
 
 
 def head_for(folder: Path, kind: str) -> HeadFiles:
-    files = random_head(kind, open_checkpoint(folder, load_format="dummy").spec, draft_vocab=len(KNOWN))
-    return replace(files, to_target=np.array(KNOWN))
+    """With logits that leave much to the noise."""
+    files = random_head(kind, open_checkpoint(folder, load_format="dummy").spec, draft_vocab=KNOWN)
+    outputs = [name for name in files.tensors if name == "lm_head.weight" or name.endswith(".1.weight")]
+    weaker = {name: files.tensors[name] * np.float32(0.3) for name in outputs}
+    return replace(files, tensors={**files.tensors, **weaker})
 
 
 class Guessing:
     """An engine, and what its head guessed."""
 
-    def __init__(self, folder: Path, head: HeadFiles | None, *, on_gpu: bool, depth: int, **kv: object) -> None:
+    def __init__(
+        self, folder: Path, head: HeadFiles | None, *, on_gpu: bool, depth: int, **kv: object
+    ) -> None:
         checkpoint = open_checkpoint(folder, load_format="dummy")
         drafts = None if head is None else DraftConfig(method=head.spec.kind, model="head", width=WIDTH)
         scheduler = SchedulerConfig(
@@ -99,9 +103,7 @@ class Guessing:
 
     def _make_engine(self, config: EngineConfig, runner: QuickRunner | CPURunner, vocabulary: int) -> None:
         maker = ScriptedMaker(vocabulary)
-        self.engine: Engine = build_engine(
-            config, runner, guide_maker=maker, make_checker=InvariantChecker
-        )
+        self.engine: Engine = build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
 
     def _listen_to(self, head: DeviceHead) -> None:
         guess = head.guess
@@ -140,7 +142,7 @@ class Listening(ModelDrafter):
 
 def prompts(*lengths: int) -> list[list[int]]:
     random = np.random.default_rng(0)
-    return [random.integers(3, 512, length).tolist() for length in lengths]
+    return [random.integers(3, VOCABULARY, length).tolist() for length in lengths]
 
 
 def agree(one: Guessed, other: Guessed) -> int:
@@ -154,13 +156,25 @@ def agree(one: Guessed, other: Guessed) -> int:
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_tokens_and_guesses_are_those_of_the_cpu(folder: Path, kind: str) -> None:
+    """First a prompt in chunks whose row forks, beside another; then rows that other requests had, one of which finds
+    its beginning in the cache."""
     head = head_for(folder, kind)
-    requests = list(zip(prompts(5, 70, 12), PLAIN, strict=True))
-    expected = Guessing(folder, None, on_gpu=False, depth=0).finish(requests)
-    cpu = Guessing(folder, head, on_gpu=False, depth=0)
-    assert cpu.finish(requests) == expected
-    gpu = Guessing(folder, head, on_gpu=True, depth=1)
-    assert gpu.finish(requests) == expected
+    short, long, other = prompts(5, 70, 9)
+    guided = SamplingParams(max_tokens=3, temperature=0.9, seed=5, structured_outputs=structure(4, 6))
+    rounds = [
+        [(long, params(seed=1, n=2)), (short, params(temperature=0.0))],
+        [(long, params(temperature=0.0)), (other, guided), (short[:3], params(seed=6, max_tokens=9))],
+    ]
+    found = []
+    engines = [
+        Guessing(folder, None, on_gpu=False, depth=0),
+        Guessing(folder, head, on_gpu=False, depth=0),
+        Guessing(folder, head, on_gpu=True, depth=1),
+    ]
+    for engine in engines:
+        found.append([engine.finish(requests) for requests in rounds])
+    assert found[1] == found[0] and found[2] == found[0]
+    _, cpu, gpu = engines
     assert gpu.counters.accepted_tokens >= 5
     assert gpu.counters.draft_tokens >= gpu.counters.accepted_tokens + 5, "no draft was wrong"
-    assert agree(cpu.guessed, gpu.guessed) >= 20
+    assert agree(cpu.guessed, gpu.guessed) >= 15

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from paceline.core.plan import RowCopies, RowJoins
 from paceline.models.files.draft_head import EMBEDDING, LAYER, HeadFiles
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
-from paceline.runner.gpu.kernels import PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     allocate_partials,
     allocate_plan,
@@ -33,7 +32,6 @@ from paceline.runner.gpu.kernels.decode_attention import (
 from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
 from paceline.runner.gpu.kernels.gated_product import Activation, gated_activation
 from paceline.runner.gpu.kernels.head_drafts import (
-    NO_STATE,
     DrawColumns,
     InputWeights,
     RowStates,
@@ -49,9 +47,10 @@ from paceline.runner.gpu.kernels.head_drafts import (
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces, rope_kv_write
-from paceline.runner.gpu.kernels.step_rows import StepTokens, decode_inputs
+from paceline.runner.gpu.kernels.step_rows import StepTokens, allocate_step_tokens, decode_inputs
 from paceline.runner.gpu.kv_pools import KVPools, on_device
 from paceline.runner.gpu.row_memory import RowMemory
+from paceline.runner.model_drafts import NO_STATE
 
 
 def further_layers(files: HeadFiles | None) -> tuple[FurtherLayer, ...]:
@@ -61,44 +60,42 @@ def further_layers(files: HeadFiles | None) -> tuple[FurtherLayer, ...]:
     return (FurtherLayer(files.spec.layer.num_kv_heads, files.spec.layer.head_dim),)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSite:
+    """What a head works beside."""
+
+    decoder: DeviceDecoder
+    pools: KVPools
+    memory: RowMemory
+    max_tokens: int  # of a step
+
+
 class DeviceHead(ABC):
     """States of rows, guesses and their draws; what is computed for a guess is a subclass's."""
 
-    def __init__(
-        self,
-        files: HeadFiles,
-        decoder: DeviceDecoder,
-        memory: RowMemory,
-        *,
-        table: Tensor,  # of the group whose blocks its keys lie in
-        width: int,
-        max_tokens: int,
-        device: torch.device,
-    ) -> None:
-        spec, dtype = files.spec, decoder.dtype
+    def __init__(self, files: HeadFiles, site: HeadSite, width: int) -> None:
+        """`width`: most drafts of a row."""
+        spec, memory = files.spec, site.memory
         self.most = min(width, spec.num_heads or width)  # guesses of a row
-        self._decoder, self._memory, self._table = decoder, memory, table
-        self._device, self._hidden_size = device, spec.hidden_size
+        self._decoder, self._memory, self._table = site.decoder, memory, memory.tables[0]
+        self._device, self._hidden_size = self._table.device, spec.hidden_size
         self._weights = {
-            name: torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
+            name: torch.from_numpy(np.ascontiguousarray(values)).to(self._device, site.decoder.dtype)
             for name, values in files.tensors.items()
         }
-        self._to_target = torch.from_numpy(files.to_target.astype(np.int32)).to(device)
+        self._to_target = torch.from_numpy(files.to_target.astype(np.int32)).to(self._device)
         slots = memory.max_slots
-        self._tokens = StepTokens(
-            ids=torch.zeros(slots, dtype=torch.int32, device=device),
-            positions=torch.zeros(slots, dtype=torch.int32, device=device),
-            slots=[torch.zeros(slots, dtype=torch.int64, device=device)],
-        )
-        self._token_rows = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=device)
+        self._tokens = allocate_step_tokens(slots, 1, self._device)
+        self._token_rows = self._room(site.max_tokens, dtype=torch.int32)
+        self._visible = self._room(memory.num_rows + 1, dtype=torch.int32)
         self._kept = RowStates(
             state=self._room(memory.num_rows + 1, spec.hidden_size), position=memory.column("state_position")
         )
-        self._guesses = allocate_guesses(slots, self.most, device)
+        self._guesses = allocate_guesses(slots, self.most, self._device)
         self._logits = self._room(slots, spec.draft_vocab_size)
         self._draws = DrawColumns(
             rows=memory.columns,
+            table=self._table,
             may_draft=memory.column("may_draft"),
             temperature=memory.wide("temperature", torch.float64),
             seed=memory.wide("seed", torch.int64),
@@ -177,7 +174,6 @@ class DeviceHead(ABC):
                 self._to_target,
                 slot_rows,
                 self._draws,
-                self._table,
                 depth=depth,
             )
         merge_guesses(into, self._guesses, slots, self._draws.limits)
@@ -195,31 +191,13 @@ class DeviceHead(ABC):
 class DeviceEagle(DeviceHead):
     """Three hidden states fused, the token's embedding beside them, one layer, a reduced vocabulary."""
 
-    def __init__(
-        self,
-        files: HeadFiles,
-        decoder: DeviceDecoder,
-        memory: RowMemory,
-        *,
-        kv: PagedKV,
-        window: int | None,
-        width: int,
-        max_tokens: int,
-        positions: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            files,
-            decoder,
-            memory,
-            table=kv.block_table,
-            width=width,
-            max_tokens=max_tokens,
-            device=device,
-        )
-        layer, weights = files.spec.layer, self._weights
+    def __init__(self, files: HeadFiles, site: HeadSite, width: int, longest: int) -> None:
+        """`longest`: tokens of the longest sequence."""
+        super().__init__(files, site, width)
+        layer, weights, decoder = files.spec.layer, self._weights, site.decoder
         assert layer is not None
-        self._layer, self._kv, self._window = layer, kv, window or 0
+        # Its keys are a further layer of the first group: layers that see everything are in it, where there are any.
+        self._layer, self._kv, self._window = layer, site.pools.layers[-1], decoder.spec.group_windows[0] or 0
         self._inputs = InputWeights(
             embedding=weights.get(EMBEDDING, decoder.embedding),
             token_norm=weights[f"{LAYER}input_layernorm.weight"],
@@ -231,8 +209,8 @@ class DeviceEagle(DeviceHead):
         gate_up = (weights.pop(f"{LAYER}mlp.{part}_proj.weight") for part in ("gate", "up"))
         self._gate_up = torch.cat(list(gate_up))
         self._activation: Activation = "silu" if layer.activation == "silu" else "gelu_tanh"
-        self._rotation = rotation_tables(layer, positions, device)[0]
-        self._make_buffers(layer, memory.max_slots, max_tokens)
+        self._rotation = rotation_tables(layer, longest + 1, self._device)[0]
+        self._make_buffers(layer, site.memory.max_slots, site.max_tokens)
 
     def _make_buffers(self, layer: ModelSpec, slots: int, max_tokens: int) -> None:
         hidden, dim = self._hidden_size, layer.head_dim
@@ -270,7 +248,6 @@ class DeviceEagle(DeviceHead):
 
     def _turn(self, query: Tensor, product: Tensor, tokens: StepTokens, overlapped: bool) -> None:
         count, kv = len(product), self._kv
-        # Those of the first group: layers that see everything are in it, where there are any.
         places = TokenPlaces(positions=tokens.positions[:count], slots=tokens.slots[0][:count])
         rope_kv_write(query, kv.keys, kv.values, product, places, self._rotation, overlapped=overlapped)
 
@@ -321,26 +298,9 @@ class DeviceEagle(DeviceHead):
 class DeviceMedusa(DeviceHead):
     """A residual block and an output matrix for each token ahead, all from the last hidden state; no keys."""
 
-    def __init__(
-        self,
-        files: HeadFiles,
-        decoder: DeviceDecoder,
-        memory: RowMemory,
-        *,
-        width: int,
-        max_tokens: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            files,
-            decoder,
-            memory,
-            table=memory.tables[0],
-            width=width,
-            max_tokens=max_tokens,
-            device=device,
-        )
-        self._state, self._inner = (self._room(memory.max_slots, self._hidden_size) for _ in range(2))
+    def __init__(self, files: HeadFiles, site: HeadSite, width: int) -> None:
+        super().__init__(files, site, width)
+        self._state, self._inner = (self._room(site.memory.max_slots, self._hidden_size) for _ in range(2))
 
     def _pass(self, depth: int, slot_rows: Tensor, overlapped: bool) -> Tensor:
         count, weights, prefix = len(slot_rows), self._weights, f"medusa_head.{depth}."
@@ -353,31 +313,8 @@ class DeviceMedusa(DeviceHead):
         return torch.mm(inner, weights[f"{prefix}1.weight"].T, out=self._logits[:count])
 
 
-def build_head(
-    files: HeadFiles,
-    spec: ModelSpec,
-    decoder: DeviceDecoder,
-    pools: KVPools,
-    memory: RowMemory,
-    *,
-    width: int,
-    max_tokens: int,
-    positions: int,
-    device: torch.device,
-) -> DeviceHead:
-    """The head in a folder, for the model `spec`, whose keys lie in `pools`."""
+def build_head(files: HeadFiles, site: HeadSite, width: int, longest: int) -> DeviceHead:
+    """The head in a folder. `width`: most drafts of a row, `longest`: tokens of the longest sequence."""
     if files.spec.kind == "medusa":
-        return DeviceMedusa(
-            files, decoder, memory, width=width, max_tokens=max_tokens, device=device
-        )
-    return DeviceEagle(
-        files,
-        decoder,
-        memory,
-        kv=pools.layers[-1],
-        window=spec.group_windows[0],
-        width=width,
-        max_tokens=max_tokens,
-        positions=positions,
-        device=device,
-    )
+        return DeviceMedusa(files, site, width)
+    return DeviceEagle(files, site, width, longest)

@@ -27,7 +27,6 @@ from paceline.runner.gpu.kernels.gumbel_sampling import GREEDY_BELOW, noise_in_b
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.step_rows import RowColumns, StepTokens
 
-NO_STATE = -2  # no position: not even the one before a row's first token
 _TURN = 2048  # logits looked at together
 _PER_PROGRAM = 64
 _LANES = 256
@@ -65,6 +64,7 @@ class DrawColumns:
     """How rows draw, and what limits their drafts."""
 
     rows: RowColumns
+    table: Tensor  # int32 [rows, blocks]
     may_draft: Tensor
     temperature: Tensor  # float64 [rows]
     seed: Tensor  # int64 [rows]
@@ -185,7 +185,9 @@ def _input_kernel(
     if GIVES_STATES:
         tl.store(states + token * WIDTH + lane, state.to(states.dtype.element_ty), mask=mask)
     into = out + token * (2 * WIDTH) + lane
-    tl.store(into, _normed(embedded, token_norm + lane, mask, epsilon, WIDTH, out.dtype.element_ty), mask=mask)
+    tl.store(
+        into, _normed(embedded, token_norm + lane, mask, epsilon, WIDTH, out.dtype.element_ty), mask=mask
+    )
     into += WIDTH
     tl.store(into, _normed(state, state_norm + lane, mask, epsilon, WIDTH, out.dtype.element_ty), mask=mask)
 
@@ -314,7 +316,6 @@ def draw_guesses(
     to_target: Tensor,
     slot_rows: Tensor,
     columns: DrawColumns,
-    table: Tensor,
     *,
     depth: int,
 ) -> None:
@@ -323,7 +324,7 @@ def draw_guesses(
     the next pass."""
     slots, vocabulary = logits.shape
     assert logits.stride(1) == 1
-    rows = columns.rows
+    rows, table = columns.rows, columns.table
     _draw_kernel[(slots,)](
         into.token,
         into.kind,
