@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.core.plan import RowCopies, RowJoins
 from paceline.models.files.draft_head import EMBEDDING, LAYER, HeadFiles
 from paceline.models.spec import FurtherLayer, ModelSpec
+from paceline.runner.drafts import NO_STATE
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.kernels.decode_attention import (
     allocate_partials,
@@ -50,7 +51,6 @@ from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.step_rows import StepTokens, allocate_step_tokens, decode_inputs
 from paceline.runner.gpu.kv_pools import KVPools, on_device
 from paceline.runner.gpu.row_memory import RowMemory
-from paceline.runner.model_drafts import NO_STATE
 
 
 def further_layers(files: HeadFiles | None) -> tuple[FurtherLayer, ...]:
