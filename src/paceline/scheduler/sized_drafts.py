@@ -23,7 +23,7 @@ from paceline.scheduler.modes import Mode
 
 F64 = NDArray[np.float64]
 
-GAIN = 1.02  # what is predicted must be better by this
+GAIN = 1.04  # what is predicted must be better by this
 OFFERED = 0.2  # weight of the last tallies in how many rows have a draft of each kind
 FEWEST = 1e-3  # a smaller share of rows than this counts for nothing
 

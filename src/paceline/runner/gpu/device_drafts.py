@@ -37,7 +37,7 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
+PROBE_EVERY = 32  # steps without drafts; then their first ones are compared with the tokens that come
 REPORT_COLUMNS = 3  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
