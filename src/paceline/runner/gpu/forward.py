@@ -97,6 +97,7 @@ class DeviceDecoder:
         max_logits: int,
         max_kept: int,  # rows of logits of which a copy can be kept
         device: torch.device,
+        taps: tuple[int, ...] = (),  # hidden states that are kept: those before the layers of these numbers
     ) -> None:
         self.spec = spec
         self._embedding = cast(DenseLinear, parts.embedding).weight
@@ -131,6 +132,9 @@ class DeviceDecoder:
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
+        self._taps = taps
+        # Of the tokens of the last step, one tap beside the other.
+        self.tapped = room(max_tokens if taps else 0, len(taps) * width)
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
@@ -168,6 +172,8 @@ class DeviceDecoder:
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
             self._add(residual, update, layer.norm_before_attention, overlapped)
+            if index in self._taps:
+                self._tap(index, residual)
             product = self._queries(normed, layer.qkv, overlapped)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
@@ -175,7 +181,14 @@ class DeviceDecoder:
             self._add(residual, update, layer.norm_before_feed_forward, overlapped)
             update = self._fed(normed, layer, overlapped)
         self._add(residual, update, self._norm, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), residual)
         return normed
+
+    @property
+    def embedding(self) -> Tensor:
+        """The table that tokens are looked up in."""
+        return self._embedding
 
     @property
     def hidden(self) -> Tensor:
@@ -201,6 +214,12 @@ class DeviceDecoder:
     def keep_logits(self, count: int) -> Tensor:
         """A copy of these, for steps whose draw changes them although log-probabilities are asked for."""
         return self._raw_logits[:count].copy_(self._logits[:count])
+
+    def _tap(self, layer: int, residual: Tensor) -> None:
+        width = residual.shape[1]
+        for place, tap in enumerate(self._taps):
+            if tap == layer:
+                self.tapped[: len(residual), place * width : (place + 1) * width] = residual
 
     # -- parts of a layer ------------------------------------------------------------------------------------
 
@@ -296,6 +315,8 @@ class DeviceDecoder:
                 residual=residual, new_residual=other, weight=layer.norm_before_attention, epsilon=epsilon
             )
             row_product(self._product[0], update, layer.qkv.weight, norm=norm, overlapped=overlapped)
+            if index in self._taps:
+                self._tap(index, self._normed[:1])  # where the new residual is
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, self._product[:1], place, layer.head_norm)
             row_product(update, attended[0], layer.output.weight, overlapped=overlapped)
@@ -307,6 +328,8 @@ class DeviceDecoder:
             )
             row_product(update, self._narrow[0], layer.down.weight, overlapped=overlapped)
         self._add(self._residual[:1], self._update[:1], self._norm, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), self._residual[:1])
         return self._normed[:1]
 
 
