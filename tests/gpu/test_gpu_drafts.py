@@ -49,6 +49,28 @@ def test_drafted_greedy_tokens_are_those_of_transformers(name: str, acceptance: 
     assert right > 50, "no draft was right, or this test says nothing"
 
 
+def test_what_requests_are_expected_to_say_is_drafted_from() -> None:
+    """Words put in; more requests than rows, so that places of predictions are used again."""
+    prompts = PROMPTS * 3
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.8, seed=index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    with engine("qwen3", dtype="float32", max_num_seqs=8) as llm:
+        expected = tokens_of(llm, prompts, params)
+    told = [
+        replace(given, prediction=(*answer[:9], 4, 4, 4, 4, *answer[9:]) if index % 3 else ())
+        for index, (given, answer) in enumerate(zip(params, expected, strict=True))
+    ]
+    with engine("qwen3", dtype="float32", max_num_seqs=8, speculative_config="auto") as llm:
+        outputs = llm.generate(prompts, told, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    for index, output in enumerate(outputs):
+        counts = (output.accepted_prediction_tokens, output.rejected_prediction_tokens)
+        assert (counts == (0, 0)) == (index % 3 == 0), counts
+    assert sum(output.accepted_prediction_tokens for output in outputs) > 10 * len(prompts)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_how_steps_are_run_changes_no_byte(name: str) -> None:
     """Replayed from graphs and launched one by one. A table of seconds that does not move would be needed for the same
