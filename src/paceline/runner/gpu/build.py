@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DraftConfig, ModelConfig
+from paceline.config.engine import MADE_ON_LOADING, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
@@ -39,6 +39,12 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type the user names, else that of the weights; made-up and quantised ones are computed in bfloat16."""
+    if model.quantization in MADE_ON_LOADING:
+        if model.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"--quantization {model.quantization} computes in bfloat16: leave --dtype {model.dtype} out"
+            )
+        return torch.bfloat16
     if model.dtype != "auto":
         return _TYPES[model.dtype]
     return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16

@@ -39,10 +39,8 @@ def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
     most = EIGHT_BITS[dtype]
     q = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
     scale = torch.empty(len(matrix), device=matrix.device)
-    for rows in torch.arange(len(matrix)).split(
-        4096
-    ):  # float32 of a whole matrix would be four times its size
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    for first in range(0, len(matrix), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
         values = matrix[part].float()
         scale[part] = values.abs().amax(dim=1).clamp_min_(_TINY) / most
         values.div_(scale[part, None])

@@ -110,7 +110,9 @@ def _gate_rows_kernel(
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     result = activate(gate, IS_SILU) * up
     scale = row_scale(result, out.dtype.element_ty)
-    tl.store(out + token * WIDTH + lane, as_eight_bits(result / scale, out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + token * WIDTH + lane, as_eight_bits(result * (1.0 / scale), out.dtype.element_ty), mask=mask
+    )
     tl.store(out_scale + token, scale)
 
 

@@ -100,5 +100,5 @@ def _norm_kernel(
     if SCALED:
         of_row = row_scale(x, out.dtype.element_ty)
         tl.store(out_scale + token, of_row)
-        x = as_eight_bits(x / of_row, out.dtype.element_ty)
+        x = as_eight_bits(x * (1.0 / of_row), out.dtype.element_ty)
     tl.store(out + token * out_stride + lane, x.to(out.dtype.element_ty), mask=mask)

@@ -123,6 +123,7 @@ def _scaled_row_kernel(
         inverse = tl.rsqrt(tl.sum(total * total, 0) / INNER + epsilon)
         total = total * inverse * tl.load(norm_weight + lane, mask=present, other=0.0).to(tl.float32)
     of_row = row_scale(total, KIND)
+    stretch = 1.0 / of_row
 
     acc = tl.zeros([TILE, STEP], tl.float32)
     acc_up = tl.zeros([TILE, STEP], tl.float32)
@@ -133,7 +134,7 @@ def _scaled_row_kernel(
             xs += tl.load(residual + start + step, mask=mask, other=0.0).to(tl.float32)
             xs = xs.to(new_residual.dtype.element_ty).to(tl.float32) * inverse
             xs *= tl.load(norm_weight + start + step, mask=mask, other=0.0).to(tl.float32)
-        xs = as_eight_bits(xs / of_row, KIND).to(tl.float32)
+        xs = as_eight_bits(xs * stretch, KIND).to(tl.float32)
         if start > 0:
             w = tl.load(at + start, mask=mask[None, :], other=0.0)
             w_up = tl.load(at + COLUMNS * INNER + start, mask=mask[None, :], other=0.0) if GATED else w

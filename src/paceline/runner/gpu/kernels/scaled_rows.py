@@ -68,7 +68,7 @@ def _quantize_kernel(
     wait_and_announce(OVERLAPPED)
     values = tl.load(x + row * x_stride + lane, mask=mask, other=0.0).to(tl.float32)
     scale = row_scale(values, out.dtype.element_ty)
-    tl.store(out + row * WIDTH + lane, as_eight_bits(values / scale, out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + lane, as_eight_bits(values * (1.0 / scale), out.dtype.element_ty), mask=mask)
     tl.store(out_scale + row, scale)
 
 
