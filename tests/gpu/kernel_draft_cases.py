@@ -81,7 +81,8 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
 
 
 def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
-    return {field.name: getattr(value, field.name).to(device) for field in fields(value)}
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: tensor.to(device) for name, tensor in found.items() if tensor is not None}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:
