@@ -489,7 +489,9 @@ def _on_gpu(
         head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
-    parts = build.load_parts(checkpoint, device, dtype, partial(on_progress, "loading weights"))
+    parts = build.load_parts(
+        checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
+    )
     on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
     if drafts is not None:

@@ -10,7 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, draft_depth
-from paceline.runner.drafts import FATES, MISSED, OF_HISTORY, PARTLY, THREE, WHOLLY, History, RowText
+from paceline.runner.drafts import (
+    FATES,
+    FOLLOWED,
+    FOUND,
+    MISSED,
+    OF_HISTORY,
+    PARTLY,
+    THREE,
+    WHOLLY,
+    History,
+    Prediction,
+    RowText,
+)
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
@@ -26,6 +38,13 @@ from paceline.runner.gpu.kernels.draft_layout import (
     allocate_proposals,
     choose_drafts,
     write_drafted_tokens,
+)
+from paceline.runner.gpu.kernels.draft_predictions import (
+    MOST_BEHIND,
+    SEEN,
+    STATE_WORDS,
+    Predictions,
+    propose_predictions,
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, NOT_FINITE, RowColumns, StepTokens
@@ -62,8 +81,8 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
 
 
 def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
-    columns = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: column.to(device) for name, column in columns.items() if column is not None}
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: tensor.to(device) for name, tensor in found.items() if tensor is not None}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:
@@ -302,6 +321,7 @@ def check_verify(device: str, *, rows: int, width: int, of_each: bool = False) -
         code=torch.full((slots,), -9, dtype=torch.int32, device=device),
         count=torch.full((slots,), -9, dtype=torch.int32, device=device),
         verified=torch.full((slots,), -9, dtype=torch.int32, device=device),
+        predicted=torch.full((slots,), -9, dtype=torch.int32, device=device),
         tokens=torch.full((width + 1, slots), -9, dtype=torch.int32, device=device),
         tally=torch.zeros(TALLIES * DRAFT_KINDS, dtype=torch.int32, device=device),
     )
@@ -313,6 +333,7 @@ def check_verify(device: str, *, rows: int, width: int, of_each: bool = False) -
     for slot, (code, count, verified, tokens) in enumerate(expected):
         found = (int(report.code[slot]), int(report.count[slot]), int(report.verified[slot]))
         assert found == (code, count, verified)
+        assert int(report.predicted[slot]) == (verified if int(made.kind[slot]) >= FOLLOWED else 0)
         assert report.tokens[:, slot].tolist() == tokens + [0] * (width + 1 - count)
     assert report.tally.tolist() == tally and sum(tally) > 0
     for field in fields(host):
@@ -358,3 +379,62 @@ def check_history(device: str, *, rows: int, size: int, exact: bool) -> None:
             spots = [at for at in range(THREE, size - number) if kept[at : at + number] == found]
             assert any(kept[at - THREE : at] == said[-THREE:] and owners[at] == texts[row] for at in spots)
     assert num_found > rows // 4, "nothing was found"
+
+
+def check_predictions(device: str, *, rows: int, vocabulary: int, width: int) -> None:
+    """Rows are in their texts where the CPU's have them, step after step, whatever came in between."""
+    random = np.random.default_rng(rows)
+    host, columns = random_rows(rows, vocabulary=vocabulary), torch.ones(rows, dtype=torch.int32)
+    columns[::9] = 0  # no drafts are made for these
+    num_prompt = torch.minimum(host.length, _draw(1, 60, rows))
+    host.length[:] = num_prompt
+    counts = torch.where(torch.rand(rows) < 0.8, _draw(1, LONGEST_ROW, rows), 0).to(torch.int32)
+    texts = _draw(0, vocabulary, rows, LONGEST_ROW)
+    for row in range(rows):  # what is said is in the text, from somewhere on, with a few tokens changed
+        start = int(random.integers(0, 40))
+        said = texts[row, start : start + LONGEST_ROW - int(num_prompt[row])].clone()
+        said[torch.rand(len(said)) < 0.1] = 0
+        host.tokens[row, int(num_prompt[row]) : int(num_prompt[row]) + len(said)] = said
+    state = torch.zeros(rows, STATE_WORDS, dtype=torch.int32)
+    state[:, SEEN] = num_prompt
+    place = torch.randperm(rows).to(torch.int32)
+    kept = torch.zeros(rows, LONGEST_ROW, dtype=torch.int32)
+    kept[place.long()] = texts
+    there = moved(host, device)
+    predictions = Predictions(
+        tokens=kept.to(device),
+        place=place.to(device),
+        count=counts.to(device),
+        state=state.to(device),
+        num_prompt=num_prompt.to(device),
+    )
+    slot_rows = torch.randperm(rows).to(torch.int32)
+    trust = np.linspace(0.2, 0.8, DRAFT_KINDS)
+    limits = limits_of(width, 0, 0.0, trust).to(device)
+    drafts = DraftColumns(may_draft=columns.to(device), fate=columns.to(device))
+    followers = [
+        Prediction(texts[row, :count].tolist(), ()) if count else None
+        for row, count in enumerate(counts.tolist())
+    ]
+    kinds_seen = set()
+    for step in range(12):
+        more = torch.minimum(_draw(0, 9 if step < 8 else MOST_BEHIND, rows), LONGEST_ROW - host.length)
+        before, host.length[:] = host.length.clone(), host.length + more
+        there.length.copy_(host.length)
+        made = _proposed(rows, width, vocabulary)
+        into = Proposals(**{name: value.clone() for name, value in _sent(made, device).items()})
+        propose_predictions(into, there, drafts, slot_rows.to(device), predictions, limits)
+        for slot, row in enumerate(slot_rows.tolist()):
+            follower, own = followers[row], int(made.kind[slot])
+            kind, guess = own, made.guess[slot].tolist()
+            number = int(made.number[slot])
+            if follower is not None and host.active[row] and columns[row]:
+                follower.follow(host.tokens[row, before[row] : host.length[row]].tolist())
+                own_trust = trust[own] if own >= 0 else -1.0
+                if follower.kind == FOLLOWED or (follower.kind == FOUND and trust[FOUND] >= own_trust):
+                    kind, guess = follower.kind, follower.guess(width)
+                    number = len(guess)
+                    kinds_seen.add(kind)
+            assert (int(into.kind[slot]), int(into.number[slot])) == (kind, number)
+            assert into.guess[slot, :number].tolist() == guess[:number]
+    assert kinds_seen == {FOLLOWED, FOUND}

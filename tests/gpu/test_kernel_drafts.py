@@ -22,6 +22,11 @@ def test_earlier_texts_are_found_by_their_tenant_alone(size: int) -> None:
     cases.check_history("cuda", rows=300, size=size, exact=False)
 
 
+@pytest.mark.parametrize("rows, vocabulary, width", [(300, 12, 7), (200, 4, 1), (200, 200, 15)])
+def test_rows_are_found_in_what_they_are_expected_to_say(rows: int, vocabulary: int, width: int) -> None:
+    cases.check_predictions("cuda", rows=rows, vocabulary=vocabulary, width=width)
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.8, 1.0])
 def test_answers_are_spoilt_at_the_given_rate(acceptance: float) -> None:
     assert abs(cases.check_answers("cuda", rows=1500, acceptance=acceptance) - acceptance) < 0.05

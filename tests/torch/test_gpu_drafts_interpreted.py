@@ -24,6 +24,7 @@ if reason := reason_to_skip():
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.counters import Counters
 from paceline.core.plan import DraftTally, Runner
+from paceline.core.request import Cost
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
@@ -69,13 +70,20 @@ def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: in
     return build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
 
 
-def finish(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """Tokens by request."""
+def finish(
+    engine: Engine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    costs: dict[int, Cost] | None = None,
+) -> list[list[int]]:
+    """Tokens by request; `costs` gets what each took."""
     found: dict[int, list[int]] = {}
     for prompt, params in requests:
         found |= {number: [] for number in engine.add(prompt, params)}
     while engine.has_requests or not engine.is_idle:
-        for batch in engine.step_overlapped().tokens:
+        events = engine.step_overlapped()
+        if costs is not None:
+            costs |= {ending.request: ending.cost for ending in events.finished}
+        for batch in events.tokens:
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
@@ -140,6 +148,24 @@ def test_answers_known_before_come_in_fewer_steps(
     assert found == expected
     assert counters.accepted_tokens >= 5
     assert (counters.draft_tokens == counters.accepted_tokens) == (acceptance == 1.0)
+
+
+def test_what_a_request_is_expected_to_say_is_drafted_from(folder: Path, expected: list[list[int]]) -> None:
+    """A text with words put in: the row is found again behind them. The other row has none, and nothing to repeat."""
+    answer = expected[1]
+    told = replace(PLAIN[1], prediction=(*answer[:3], 3, 3, 3, *answer[3:]))
+    plain = replace(PLAIN[1], seed=8)
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    prompt = np.random.default_rng(0).integers(0, 512, sum(LENGTHS)).tolist()[5:75]
+    other = list(range(100, 130))
+    engine = make_engine(checkpoint, DraftConfig(method="ngram", width=3), depth=1)
+    costs: dict[int, Cost] = {}
+    found = finish(engine, [(prompt, told), (other, plain)], costs)
+    alone = make_engine(checkpoint, None, depth=0)
+    assert found == [answer, *finish(alone, [(other, plain)])]
+    first, second = (costs[request] for request in sorted(costs))
+    assert first.accepted_predictions >= 5 and first.rejected_predictions > 0
+    assert (second.accepted_predictions, second.rejected_predictions) == (0, 0)
 
 
 def test_texts_that_ended_are_drafted_from(folder: Path) -> None:

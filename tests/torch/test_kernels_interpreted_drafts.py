@@ -34,6 +34,10 @@ def test_earlier_texts_are_found_as_on_the_cpu() -> None:
     cases.check_history("cpu", rows=60, size=1024, exact=True)  # most have been written over
 
 
+def test_rows_are_found_in_what_they_are_expected_to_say() -> None:
+    cases.check_predictions("cpu", rows=40, vocabulary=12, width=5)
+
+
 @pytest.mark.parametrize("budget", [0, 1, 17, 40, 400])
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 def test_the_likeliest_drafts_are_laid_out(budget: int, floor: float) -> None:

@@ -27,7 +27,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
+MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
 HEAD_KINDS = ("eagle", "medusa")
@@ -444,7 +445,7 @@ class ModelConfig(CheckedOptions):
     enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
     quantization: str = option(
         "auto",
-        "weights on a CPU; auto: as in the file; none: unpack quantised ones; int8, int4: quantise them while loading",
+        "weights; auto: as in the file; none: unpacked; int8, int4, fp8 (on a GPU): quantise them while loading",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.engine import MOST_DRAFTS, DraftConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paceline.core.events import TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed, InputError
@@ -185,30 +186,44 @@ class OracleSide:
         self.tokens: list[list[int]] = []
 
     def answer(self, rows: int, told: Sequence[Sequence[int]] | None) -> float:
-        """Seconds that so many requests take, each with the answer it is going to give, where that is known."""
-        params = [
-            _of_noise(self._tokens, row, () if told is None else tuple(told[row])) for row in range(rows)
-        ]
-        prompts = [[5 + row % 100, 7, 11, 13] for row in range(rows)]
-        started_s = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started_s
-        self.tokens = [output.outputs[0].token_ids for output in outputs]
-        return seconds
+        """Tokens per second while so many requests decode, each with the answer it is going to give, where that is
+        known: from the first token of the last one on, until the first one ends."""
+        engine, begun, counted, begun_s, ended_s = self.llm.loaded.engine, 0, 0, 0.0, 0.0
+        for row in range(rows):
+            prediction = () if told is None else tuple(told[row])
+            params = _DrawnByNoise(max_tokens=self._tokens, seed=row, ignore_eos=True, prediction=prediction)
+            engine.add([5 + row % 100, 7, 11, 13], params)
+        batches: list[TokenEvents] = []
+        while engine.has_requests or not engine.is_idle:
+            events = engine.step_overlapped()
+            batches += events.tokens
+            if begun < rows:
+                begun += sum(int((batch.index == 0).sum()) for batch in events.tokens)
+                begun_s = time.perf_counter()
+            elif not ended_s:
+                counted += sum(len(batch.tokens) for batch in events.tokens)
+                ended_s = time.perf_counter() if events.finished else 0.0
+        requests = np.concatenate([batch.requests for batch in batches])
+        tokens = np.concatenate([batch.tokens for batch in batches])
+        order = np.argsort(requests, kind="stable")  # tokens of a request come in their order
+        self.tokens = tokens[order].reshape(rows, self._tokens).tolist()
+        return counted / (ended_s - begun_s)
 
     def counts(self) -> tuple[int, int, int]:
         counters = self.llm.loaded.engine.scheduler.state.counters
         return counters.draft_tokens, counters.accepted_tokens, counters.logit_rows
 
 
-def _of_noise(tokens: int, seed: int, prediction: tuple[int, ...]) -> SamplingParams:
+class _DrawnByNoise(SamplingParams):
     """A request whose tokens are drawn by noise alone, since its temperature is beyond what a request may have: random
     weights have no favourites, and a rounding of their logits would end what is known of the answer."""
-    params = SamplingParams(
-        max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
-    )
-    object.__setattr__(params, "temperature", 1e9)
-    return params
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", 1.0)
+        super().__post_init__()
+        object.__setattr__(self, "temperature", 1e30)
 
 
 def compare_oracle(
@@ -220,8 +235,7 @@ def compare_oracle(
     drafted.answer(rows, answers)  # learns what drafts bring at this number of rows
     before, pairs = drafted.counts(), []
     for _ in range(rounds):
-        without_s = plain.answer(rows, None)
-        pairs.append((without_s, drafted.answer(rows, answers)))
+        pairs.append((plain.answer(rows, None), drafted.answer(rows, answers)))
         if not plain.tokens == drafted.tokens == answers:
             raise EngineFailed(f"{rows} rows: the engine made other tokens with drafts than without")
     verified, right, sampled = (now - then for now, then in zip(drafted.counts(), before, strict=True))
@@ -229,9 +243,9 @@ def compare_oracle(
     return DraftsResult(
         clients=rows,
         category=f"oracle {acceptance:g}",
-        ratio=statistics.median(without_s / with_s for without_s, with_s in pairs),
-        plain_tokens_per_s=total / statistics.median(without_s for without_s, _ in pairs),
-        drafted_tokens_per_s=total / statistics.median(with_s for _, with_s in pairs),
+        ratio=statistics.median(with_ / without for without, with_ in pairs),
+        plain_tokens_per_s=statistics.median(without for without, _ in pairs),
+        drafted_tokens_per_s=statistics.median(with_ for _, with_ in pairs),
         tokens_per_step=total * rounds / max(sampled, 1),
         verified_per_token=verified / (total * rounds),
         right=right / max(verified, 1),

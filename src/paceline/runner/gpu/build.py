@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DraftConfig, ModelConfig
+from paceline.config.engine import MADE_ON_LOADING, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
@@ -32,6 +32,7 @@ from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.graphs import DRAFT_BUCKETS
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
+from paceline.runner.gpu.linears import ScaledLinear, fits_eight_bits, quantized
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
@@ -41,6 +42,12 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type the user names, else that of the weights; made-up and quantised ones are computed in bfloat16."""
+    if model.quantization in MADE_ON_LOADING:
+        if model.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"--quantization {model.quantization} computes in bfloat16: leave --dtype {model.dtype} out"
+            )
+        return torch.bfloat16
     if model.dtype != "auto":
         return _TYPES[model.dtype]
     return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16
@@ -56,10 +63,11 @@ def load_parts(
     device: torch.device,
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
+    quantization: str = "auto",
 ) -> Parts:
     """The decoder's parts with every matrix on the device."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype), on_layer).parts
+        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization), on_layer).parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
@@ -166,11 +174,18 @@ def usable_head(drafts: DraftConfig, guesser: HeadFiles | Checkpoint, spec: Mode
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class DeviceStorage:
-    """Every matrix on `device` as `dtype`. A matrix that serves as embedding and as output is kept once."""
+# What eight bits would harm most for what they spare.
+_KEPT = ("embed_tokens.weight", "lm_head.weight")
+_QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+
+class DeviceStorage:
+    """Every matrix on `device` as `dtype`, or quantised there. A matrix that serves as embedding and as output is kept
+    once, and never quantised."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> None:
         self._device, self._dtype = device, dtype
+        self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
@@ -178,11 +193,27 @@ class DeviceStorage:
             return DenseLinear(self._tables[weights[0].name])
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return DenseLinear(matrix, None if bias is None else bias.to(self._device, self._dtype))
+        bias = None if bias is None else bias.to(self._device, self._dtype)
+        name = weights[0].name
+        if self._eight_bits is not None and not name.endswith(_KEPT) and ".experts." not in name:
+            return self._scaled(matrix, bias, name)
+        return DenseLinear(matrix, bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         # Only its table is used: `forward` picks rows of it.
         return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
+
+    def _scaled(self, matrix: Tensor, bias: Tensor | None, name: str) -> Linear:
+        assert self._eight_bits is not None
+        if not fits_eight_bits(*matrix.shape):
+            raise ConfigError(
+                f"--quantization: {name} of {matrix.shape[0]} x {matrix.shape[1]} cannot be quantised: its sizes must "
+                "be multiples of 16 and 32"
+            )
+        made = quantized(matrix, self._eight_bits)
+        if not bool(made.scale.isfinite().all()):
+            raise ConfigError(f"the tensor {name} holds values that are not finite (NaN or infinity)")
+        return ScaledLinear(made, bias)
 
     def _moved(self, stored: StoredTensor) -> Tensor:
         if stored.dtype == MADE_UP:

@@ -30,6 +30,12 @@ from paceline.runner.gpu.kernels.draft_layout import (
     choose_drafts,
     write_drafted_tokens,
 )
+from paceline.runner.gpu.kernels.draft_predictions import (
+    SEEN,
+    STATE_WORDS,
+    Predictions,
+    propose_predictions,
+)
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
 from paceline.runner.gpu.kernels.step_rows import StepTokens
 from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
@@ -38,9 +44,9 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
+PROBE_EVERY = 32  # steps without drafts; then their first ones are compared with the tokens that come
 PROBE_HEAD_EVERY = 64  # where a head makes them, which takes time
-REPORT_COLUMNS = 3  # of a report, before its tokens
+REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
 
@@ -69,13 +75,24 @@ class DeviceDrafts:
                 vocabulary=vocab_size,
                 acceptance=config.acceptance,
             )
+        else:
+            self._predictions = Predictions(
+                tokens=memory["predictions"].device,
+                place=memory.column("prediction_place"),
+                count=memory.column("prediction_count"),
+                state=memory["prediction_state"].device,
+                num_prompt=memory.column("num_prompt"),
+            )
+            self._free_places = list(range(len(memory["predictions"].host)))
+        self._places: dict[int, int] = {}  # of predictions, by row
         self._ring = allocate_ring(device=device) if config.method == "history" else None
         self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
         self._head = head
         self._made = allocate_proposals(slots, width, device, of_each=head is not None)
         self.layout = allocate_layout(slots, max_tokens, device)
-        # The report, as it goes to the host in one copy: code, count, drafts, tokens [width + 1] of each slot; tally.
+        # The report, as it goes to the host in one copy: code, count, drafts, those of them that are
+        # predictions, tokens [width + 1] of each slot; tally.
         size = (REPORT_COLUMNS + width + 1) * slots + TALLY_WORDS
         self.report = torch.zeros(size, dtype=torch.int32, device=device)
         columns = self.report[:-TALLY_WORDS].view(-1, slots)
@@ -83,6 +100,7 @@ class DeviceDrafts:
             code=columns[0],
             count=columns[1],
             verified=columns[2],
+            predicted=columns[3],
             tokens=columns[REPORT_COLUMNS:],
             tally=self.report[-TALLY_WORDS:],
         )
@@ -105,6 +123,7 @@ class DeviceDrafts:
         if self._ring is not None:
             memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
         if self._answers is None:
+            self._put_predictions(joins)
             return
         columns = zip(at.tolist(), joins.num_prompt.tolist(), joins.sampling, strict=True)
         for row, num_prompt, params in columns:
@@ -113,8 +132,33 @@ class DeviceDrafts:
             memory.put_tokens(row, answer, "answers", num_prompt)
             memory.put("answer_end", np.array([row]), [num_prompt + len(answer) if len(answer) else 0])
 
+    def _put_predictions(self, joins: RowJoins) -> None:
+        """What rows are expected to say, as long as there is a place for it: without, a row has other drafts."""
+        memory = self._memory
+        self._forget_predictions(joins.row.tolist())
+        for index, params in enumerate(joins.sampling):
+            if not params.prediction or not self._free_places:
+                continue
+            row = joins.row.item(index)
+            place = self._places[row] = self._free_places.pop()
+            text = np.array(params.prediction, np.int32)[: memory["predictions"].width]
+            memory.put_tokens(place, text, "predictions")
+            at = np.array([row])
+            memory.put("prediction_place", at, [place])
+            memory.put("prediction_count", at, [len(text)])
+            state = np.zeros((1, STATE_WORDS), np.int32)
+            state[0, SEEN] = joins.num_prompt[index]
+            memory.put("prediction_state", at, state)
+
+    def _forget_predictions(self, rows: list[int]) -> None:
+        given = [row for row in rows if row in self._places]
+        if given:
+            self._free_places += [self._places.pop(row) for row in given]
+            self._memory.put("prediction_count", np.array(given), np.zeros(len(given), np.int32))
+
     def leave(self, rows: list[int]) -> None:
         """Rows lose their owners: texts that have come to their end are kept."""
+        self._forget_predictions(rows)
         if self._ring is not None:
             texts = self._memory.wide("texts", torch.int64)
             for row in rows:
@@ -160,6 +204,8 @@ class DeviceDrafts:
             texts = memory.wide("texts", torch.int64)
             fates = FATES if self._head is None else 1  # as on a CPU: kinds are left for the head
             propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits, fates)
+        if self._answers is None:
+            propose_predictions(made, rows, self._columns, slot_rows, self._predictions, limits)
         if self._head is not None:
             self._head.guess(made, slot_rows, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)

@@ -118,7 +118,7 @@ class DraftedPending:
         count = len(self.batch.decode)
         words = self.ring.copy()  # the next step but one writes there
         columns = words[:-TALLY_WORDS].reshape(-1, self.max_slots)[:, :count]
-        code, number, verified = columns[:REPORT_COLUMNS]
+        code, number, verified, predicted = columns[:REPORT_COLUMNS]
         tally = DraftTally(*words[-TALLY_WORDS:].reshape(-1, DRAFT_KINDS))
         known = np.maximum(code, 0)
         self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
@@ -133,5 +133,6 @@ class DraftedPending:
             copies_done=self.swapped(),
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             verified=verified if self.width else EMPTY,
+            predicted=predicted if predicted.any() else EMPTY,
             drafts=tally if tally.compared.any() else None,
         )

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from paceline.config.engine import ORACLE, Capacity, DraftConfig, EngineConfig
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
+from paceline.runner.gpu.kernels.draft_predictions import STATE_WORDS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
+_PREDICTIONS = 64  # rows that can have one at a time
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
 
 
@@ -190,5 +192,10 @@ def _draft_shapes(drafts: DraftConfig, tokens: tuple[int, int]) -> dict[str, tup
     if drafts.method == "history":
         shapes["texts"] = (rows, 2)
     if drafts.method == ORACLE:
-        shapes |= {"answer_end": (rows, 1), "answers": tokens}
-    return shapes
+        return shapes | {"answer_end": (rows, 1), "answers": tokens}
+    return shapes | {
+        "prediction_place": (rows, 1),
+        "prediction_count": (rows, 1),
+        "prediction_state": (rows, STATE_WORDS),
+        "predictions": (min(rows, _PREDICTIONS), tokens[1]),
+    }

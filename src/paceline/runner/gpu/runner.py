@@ -68,7 +68,7 @@ Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
-LONG_S = 0.01  # a step that takes longer is measured once
+LONG_S = 0.01  # a step that takes longer is measured twice, each alone
 
 
 class GPURunner:
@@ -187,22 +187,23 @@ class GPURunner:
         if self._drafts is not None:
             self._drafts.warm_up()
         for keys in self._draft_keys:
-            kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
-            sizes_of_head = {key.slots: key for key in keys if self._head is not None}
-            tried = {*kinds.values(), *sizes_of_head.values()} if self._queue.is_gpu else keys[:1]
+            # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
+            tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
+            kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
+            # A head's products are as large as there are slots.
+            of_head = {(key.tokens <= FEW_ROWS, key.slots): key for key in keys if self._head is not None}
+            tried = {*kinds.values(), *of_head.values()} if self._queue.is_gpu else keys[:1]
             for drafted in tried:
                 self._drafted_step(drafted)
         most = memory.max_slots
-        few = [
-            (1, 1),
-            (1, 2),
-            (2, 17),
-            (min(most, 64), 1),
-            (min(most, 256), 16),
-            (min(most, 512), 8),
-            (most, 4),
-        ]
+        few = [(1, 1), (1, 2), (2, 17), (min(most, 64), 1)]
+        few += [(min(most, 256), 16), (min(most, 512), 8), (most, 4)]
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
+        if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
+            for rows in (1, 16):
+                number, count = spans_of(max(largest - rows, 1), scheduler.max_model_len)
+                if rows + number <= most:
+                    self._run(self._rows.dummy_batch(number, count, num_decode=rows))
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
                 self._run(self._rows.dummy_batch(number, count))
@@ -254,7 +255,7 @@ class GPURunner:
         with self._queue.entered():
             timed(1)  # the first may load something
             seconds = timed(1)
-            return seconds if seconds > LONG_S else timed(3)
+            return min(seconds, timed(1)) if seconds > LONG_S else timed(3)
 
     # -- the runner seam -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.plan import DRAFT_KINDS
-from paceline.runner.drafts import MISSED, PARTLY, WHOLLY
+from paceline.runner.drafts import FOLLOWED, MISSED, PARTLY, WHOLLY
 from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns
 
@@ -33,6 +33,7 @@ class VerifiedTokens:
     code: Tensor  # [slots]: one of those of step_rows.py
     count: Tensor  # [slots]: tokens the row got
     verified: Tensor  # [slots]: drafts that were computed for it
+    predicted: Tensor  # [slots]: of these, from its prediction
     tokens: Tensor  # [width + 1, slots]
     # [TALLIES * DRAFT_KINDS]: drafts compared with the token that came, those that were that token, rows with drafts
     tally: Tensor
@@ -70,6 +71,7 @@ def verify(
         report.code,
         report.count,
         report.verified,
+        report.predicted,
         report.tokens,
         report.tally,
         layout.first,
@@ -89,6 +91,7 @@ def verify(
         STOPS=MAX_STOP_IDS,
         KINDS=DRAFT_KINDS,
         OF_EACH=proposals.each is not None,
+        FOLLOWED=FOLLOWED,
         MISSED=MISSED,
         PARTLY=PARTLY,
         WHOLLY=WHOLLY,
@@ -107,6 +110,7 @@ def _verify_kernel(
     report_code,
     report_count,
     report_verified,
+    report_predicted,
     report_tokens,
     tally,
     firsts,
@@ -126,6 +130,7 @@ def _verify_kernel(
     STOPS: tl.constexpr,
     KINDS: tl.constexpr,
     OF_EACH: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     MISSED: tl.constexpr,
     PARTLY: tl.constexpr,
     WHOLLY: tl.constexpr,
@@ -172,6 +177,7 @@ def _verify_kernel(
     tl.store(report_count + slot, number, mask=present)
     drafts = tl.maximum(count - 1, 0)
     tl.store(report_verified + slot, drafts, mask=present)
+    tl.store(report_predicted + slot, tl.where(kind >= FOLLOWED, drafts, 0), mask=present)
 
     is_known = runs & (kind >= 0) & (code != 3)
     compared = tl.where(drafts > 0, tl.minimum(number, drafts), 1)
