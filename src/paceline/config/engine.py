@@ -40,6 +40,7 @@ _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 # For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
 ORACLE = "oracle"
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
+USUAL_GUESSES = 4  # the same where a model makes them, which takes time for each
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -186,7 +187,8 @@ class DraftConfig:
             raise ConfigError(
                 f"--speculative-config: {unknown[0]} is not known; there are {', '.join(_DRAFT_FIELDS)}"
             )
-        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        usual = USUAL_GUESSES if given.get("model") else USUAL_DRAFTS
+        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", usual)
         method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
         if method not in (*DRAFT_METHODS, ORACLE):
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
