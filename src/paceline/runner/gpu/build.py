@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DraftConfig, ModelConfig
+from paceline.config.engine import DRAFT_BUCKETS, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
@@ -26,7 +26,6 @@ from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.graphs import DRAFT_BUCKETS
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import ORACLE, DraftConfig
+from paceline.config.engine import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import PARTLY
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
@@ -43,7 +43,6 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_EVERY = 16  # steps without drafts; then their first ones are compared with the tokens that come
 REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
