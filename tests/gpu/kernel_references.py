@@ -15,6 +15,8 @@ from paceline.runner.gpu.kernels.gumbel_sampling import GREEDY_BELOW
 from paceline.runner.gpu.kernels.logit_rules import IN_PROMPT, KnownTokens, RulePool
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm
+from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
+from paceline.runner.gpu.kernels.scaled_rows import EIGHT_BITS, ScaledRows
 from paceline.runner.gpu.kernels.step_rows import (
     FORCED_STOP,
     LENGTH,
@@ -262,6 +264,36 @@ def reference_skinny_product(x: Tensor, weight: Tensor, *, gated: bool = False) 
     """The definition in float64."""
     product = x.double() @ weight.double().T
     return reference_gated_activation(product) if gated else product
+
+
+def reference_scaled_rows(x: Tensor, dtype: torch.dtype) -> ScaledRows:
+    """The definition: the largest of a row becomes the largest that eight bits hold."""
+    most = EIGHT_BITS[dtype]
+    scale = x.double().abs().amax(dim=-1).clamp_min(1e-20) / most
+    scaled = (x.double() / scale[:, None]).float()
+    q = (scaled.round() if dtype == torch.int8 else scaled).clamp(-most, most).to(dtype)
+    return ScaledRows(q, scale.float())
+
+
+def reference_scaled_product(x: ScaledRows, weight: ScaledWeight, *, gated: bool = False) -> Tensor:
+    """The definition in float64."""
+    factors = (part.q.double() * part.scale.double()[:, None] for part in (x, weight))
+    product = next(factors) @ next(factors).T
+    return reference_gated_activation(product) if gated else product
+
+
+def reference_scaled_row_product(
+    x: Tensor, weight: ScaledWeight, *, norm: RowNorm | None = None, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition: (product, residual + x). The row is rounded to eight bits behind the norm."""
+    row, total = x.double(), x.double()
+    if norm is not None:
+        normed, both = reference_residual_norm(
+            norm.residual[None], x[None], norm.weight, epsilon=norm.epsilon
+        )
+        row, total = normed[0], both[0]
+    rows = reference_scaled_rows(row[None], weight.q.dtype)
+    return reference_scaled_product(rows, weight, gated=gated)[0], total
 
 
 def reference_decode_inputs(

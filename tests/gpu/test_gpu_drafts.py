@@ -73,13 +73,15 @@ def test_what_requests_are_expected_to_say_is_drafted_from() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_how_steps_are_run_changes_no_byte(name: str) -> None:
-    """Replayed from graphs and launched one by one. A fixed answer and a table of seconds that does not move would be
-    needed for the same sizes of steps: with one request at a time there is one choice."""
-    params = replace(GREEDY, max_tokens=60)
+    """Replayed from graphs and launched one by one. A table of seconds that does not move would be needed for the same
+    sizes of steps: with one request at a time, whose drafts are all right, there is one choice."""
+    told = [replace(GREEDY, prediction=tuple(tokens)) for tokens, _ in reference(name)[:5]]
     found = []
     for eager in (False, True):
-        with engine(name, speculative_config=NGRAM, enforce_eager=eager, max_num_seqs=1) as llm:
-            found.append([tokens_of(llm, [prompt], params)[0] for prompt in PROMPTS[:5]])
+        with engine(name, speculative_config=oracle(1.0, 3), enforce_eager=eager, max_num_seqs=1) as llm:
+            found.append(
+                [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(PROMPTS, told, strict=False)]
+            )
             assert verified(llm)[1] > 0
     assert found[0] == found[1]
 
@@ -99,7 +101,9 @@ def test_drafts_change_no_token_where_numbers_are_exact(temperature: float) -> N
         ]
         with engine("qwen3", dtype="float32", speculative_config=config) as llm:
             assert tokens_of(llm, PROMPTS, told) == expected
-            assert verified(llm)[0] > 0
+            assert verified(llm)[0] > 0 or config is NGRAM, (
+                "a text that does not repeat itself has no n-grams"
+            )
 
 
 def test_rows_of_every_kind_share_steps_with_drafts() -> None:

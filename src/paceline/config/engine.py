@@ -27,7 +27,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
+MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
 HEAD_KINDS = ("eagle", "medusa")
@@ -43,7 +44,7 @@ DRAFT_BUCKETS = (
     2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
 )  # fmt: skip
-PROBE_EVERY = 16  # of its steps without drafts; then their first ones are compared with the tokens that come
+PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
@@ -450,7 +451,7 @@ class ModelConfig(CheckedOptions):
     enforce_eager: bool = option(False, "launch each kernel separately instead of replaying CUDA graphs")
     quantization: str = option(
         "auto",
-        "weights on a CPU; auto: as in the file; none: unpack quantised ones; int8, int4: quantise them while loading",
+        "weights; auto: as in the file; none: unpacked; int8, int4, fp8 (on a GPU): quantise them while loading",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

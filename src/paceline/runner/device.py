@@ -26,18 +26,25 @@ def choose_device(model: ModelConfig) -> str:
             raise ConfigError(
                 f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take auto"
             )
+        if model.quantization == "fp8":
+            raise ConfigError(
+                "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"
+            )
         return "cpu"
-    if model.quantization in ("int4", "int8"):
-        raise ConfigError(
-            f"--quantization {model.quantization} is for CPUs: give --device cpu, or leave it out"
-        )
+    if model.quantization == "int4":
+        raise ConfigError("--quantization int4 is for CPUs: give --device cpu, or leave it out")
     import torch
 
-    if model.kv_cache_dtype != "auto" and torch.cuda.get_device_capability() < OLDEST_FP8:
-        raise ConfigError(
-            f"--kv-cache-dtype {model.kv_cache_dtype}: {torch.cuda.get_device_name()} is too old for it, a compute "
-            "capability of 8.9 is needed: take auto"
-        )
+    if torch.cuda.get_device_capability() < OLDEST_FP8:
+        for name, value in (
+            ("--kv-cache-dtype", model.kv_cache_dtype),
+            ("--quantization", model.quantization),
+        ):
+            if value.startswith("fp8"):
+                raise ConfigError(
+                    f"{name} {value}: {torch.cuda.get_device_name()} is too old for it, a compute capability of 8.9 is "
+                    "needed: take auto"
+                )
     return "cuda"
 
 

@@ -33,6 +33,7 @@ PATIENCE, EVERY = (
     16,
     64,
 )  # after so many steps in which no draft was worth its time, it is asked in one of so many
+NO_STATE = -2  # no position: not even the one before a row's first token
 MOST_FAILURES = 3  # steps in which it gives no numbers
 
 _logger = logging.getLogger("paceline")
@@ -45,7 +46,9 @@ class ModelDrafter:
         self._step, self._net, self._others = step, net, others
         self._first_layer = step.spec.num_layers
         self._state = torch.zeros(num_rows, net.state_size)
-        self._state_behind: Index = np.full(num_rows, -1)  # position of the token that the state comes from
+        self._state_behind: Index = np.full(
+            num_rows, NO_STATE
+        )  # position of the token that the state comes from
         self._trust: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
         self._guesses: dict[int, list[tuple[int, int]]] = {}  # token and kind, by row, in the last step
         self._taken: set[int] = set()  # rows whose drafts are of these
@@ -64,7 +67,7 @@ class ModelDrafter:
         self._sampler = sampler
 
     def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None:
-        self._state_behind[row] = -1
+        self._state_behind[row] = NO_STATE
         self._others.join(rows, row, prediction)
 
     def fork(self, source: int, target: int) -> None:

@@ -11,6 +11,7 @@ everything else a start does.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DRAFT_BUCKETS, DraftConfig, ModelConfig
+from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
+from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
+from paceline.runner.gpu.linears import ScaledLinear, fits_eight_bits, quantized
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
@@ -37,6 +41,12 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type the user names, else that of the weights; made-up and quantised ones are computed in bfloat16."""
+    if model.quantization in MADE_ON_LOADING:
+        if model.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"--quantization {model.quantization} computes in bfloat16: leave --dtype {model.dtype} out"
+            )
+        return torch.bfloat16
     if model.dtype != "auto":
         return _TYPES[model.dtype]
     return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16
@@ -52,10 +62,11 @@ def load_parts(
     device: torch.device,
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
+    quantization: str = "auto",
 ) -> Parts:
     """The decoder's parts with every matrix on the device."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype), on_layer).parts
+        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization), on_layer).parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
@@ -64,9 +75,14 @@ def load_parts(
 
 
 def choose_gpu_sizes(
-    model: ModelConfig, spec: ModelSpec, given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    model: ModelConfig,
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    head: HeadFiles | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs."""
+    """`given` completed: every size the engine's config needs. `head` makes drafts."""
     sizes = dict(given)
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
@@ -75,7 +91,7 @@ def choose_gpu_sizes(
     sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
     sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
     sizes.setdefault("depth", 1)
-    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype))
+    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype), len(further_layers(head)))
     longest = sizes.get("max_model_len", _longest(spec))
     if longest > _longest(spec):
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
@@ -84,6 +100,8 @@ def choose_gpu_sizes(
         if DraftConfig.read(model.speculative_config) is not None:
             draws = max(draws, DRAFT_BUCKETS[-1])
         buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
+        if head is not None:
+            buffers += _head_bytes(head.spec, sizes, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
@@ -126,14 +144,47 @@ def _buffer_bytes(
     return rows + steps
 
 
+def _head_bytes(head: HeadSpec, sizes: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """The same for a head, and its weights: those of the model are loaded by then, the head's are not."""
+    slots: int = sizes["max_num_seqs"]
+    tokens: int = max(sizes["max_num_batched_tokens"], slots) + slots
+    weights = sum(math.prod(shape) for _, shape in head_tensors(head))
+    rows: int = slots * (sizes["depth"] + 2) * head.hidden_size
+    return (weights + rows + tokens * 8 * head.hidden_size + slots * head.draft_vocab_size) * dtype.itemsize
+
+
+def usable_head(drafts: DraftConfig, guesser: HeadFiles | Checkpoint, spec: ModelSpec) -> HeadFiles:
+    """The head that makes drafts; raises where a GPU cannot compute it."""
+    if not isinstance(guesser, HeadFiles):
+        raise ConfigError(
+            f"--speculative-config: {drafts.model} is a draft model, which runs on a CPU only: on a GPU use an eagle "
+            "or medusa head, or leave model out: auto, ngram and history need none"
+        )
+    for layer in further_layers(guesser):
+        if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
+            raise ConfigError(
+                f"--speculative-config: the layer of {drafts.model} has {layer.num_kv_heads} KV heads of "
+                f"{layer.head_dim}, the model {spec.num_kv_heads} of {spec.head_dim}: on a GPU they share blocks and "
+                "must be the same"
+            )
+    return guesser
+
+
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class DeviceStorage:
-    """Every matrix on `device` as `dtype`. A matrix that serves as embedding and as output is kept once."""
+# What eight bits would harm most for what they spare.
+_KEPT = ("embed_tokens.weight", "lm_head.weight")
+_QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+
+class DeviceStorage:
+    """Every matrix on `device` as `dtype`, or quantised there. A matrix that serves as embedding and as output is kept
+    once, and never quantised."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> None:
         self._device, self._dtype = device, dtype
+        self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
@@ -141,11 +192,27 @@ class DeviceStorage:
             return DenseLinear(self._tables[weights[0].name])
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return DenseLinear(matrix, None if bias is None else bias.to(self._device, self._dtype))
+        bias = None if bias is None else bias.to(self._device, self._dtype)
+        name = weights[0].name
+        if self._eight_bits is not None and not name.endswith(_KEPT) and ".experts." not in name:
+            return self._scaled(matrix, bias, name)
+        return DenseLinear(matrix, bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         # Only its table is used: `forward` picks rows of it.
         return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
+
+    def _scaled(self, matrix: Tensor, bias: Tensor | None, name: str) -> Linear:
+        assert self._eight_bits is not None
+        if not fits_eight_bits(*matrix.shape):
+            raise ConfigError(
+                f"--quantization: {name} of {matrix.shape[0]} x {matrix.shape[1]} cannot be quantised: its sizes must "
+                "be multiples of 16 and 32"
+            )
+        made = quantized(matrix, self._eight_bits)
+        if not bool(made.scale.isfinite().all()):
+            raise ConfigError(f"the tensor {name} holds values that are not finite (NaN or infinity)")
+        return ScaledLinear(made, bias)
 
     def _moved(self, stored: StoredTensor) -> Tensor:
         if stored.dtype == MADE_UP:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.config.engine import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
-from paceline.runner.drafts import PARTLY
+from paceline.runner.drafts import FATES, PARTLY
+from paceline.runner.gpu.device_head import DeviceHead
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
@@ -43,6 +44,7 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
+PROBE_HEAD_EVERY = 64  # steps without drafts, as `PROBE_EVERY`, where a head makes them, which takes time
 REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
@@ -59,7 +61,9 @@ class DeviceDrafts:
         max_tokens: int,
         depth: int,
         device: torch.device,
+        head: DeviceHead | None = None,
     ) -> None:
+        """`head` guesses too."""
         self._memory, self.width = memory, config.width
         self._columns = DraftColumns(may_draft=memory.column("may_draft"), fate=memory.column("draft_fate"))
         self._answers: Answers | None = None
@@ -83,7 +87,8 @@ class DeviceDrafts:
         self._ring = allocate_ring(device=device) if config.method == "history" else None
         self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
-        self._made = allocate_proposals(slots, width, device)
+        self._head = head
+        self._made = allocate_proposals(slots, width, device, of_each=head is not None)
         self.layout = allocate_layout(slots, max_tokens, device)
         # The report, as it goes to the host in one copy: code, count, drafts, those of them that are
         # predictions, tokens [width + 1] of each slot; tally.
@@ -101,6 +106,7 @@ class DeviceDrafts:
         self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._limits: I32 = np.zeros(NUM_LIMITS, np.int32)
         self._since_probe = 0
+        self._probe_every = PROBE_EVERY if head is None else PROBE_HEAD_EVERY
 
     # -- the host's side -------------------------------------------------------------------------------------
 
@@ -111,6 +117,8 @@ class DeviceDrafts:
         may_draft = [not uses_penalties(params) for params in joins.sampling]
         memory.put("may_draft", at, np.array(may_draft, np.int32))
         memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
+        if self._head is not None:
+            self._head.join(joins)
         if self._ring is not None:
             memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
         if self._answers is None:
@@ -163,7 +171,7 @@ class DeviceDrafts:
         if len(plan.trust):
             self._limits[TRUST:] = plan.trust.view(np.int32)
         self._since_probe += 1
-        return plan.draft_width > 0 or self._since_probe >= PROBE_EVERY
+        return plan.draft_width > 0 or self._since_probe >= self._probe_every
 
     def put_limits(self, plan: StepPlan, most: int) -> None:
         """How many drafts the next step may have: `most` at most."""
@@ -180,7 +188,9 @@ class DeviceDrafts:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def lay_out(self, into: StepTokens, visible: Tensor, slot_rows: Tensor, num_tokens: int) -> RowQueries:
+    def lay_out(
+        self, into: StepTokens, visible: Tensor, slot_rows: Tensor, num_tokens: int, *, overlapped: bool
+    ) -> RowQueries:
         """Make drafts, and the tokens of a step with them; returns whose they are."""
         memory, made, layout, count = self._memory, self._made, self.layout, len(slot_rows)
         rows = memory.columns
@@ -191,9 +201,12 @@ class DeviceDrafts:
         limits, tally = memory.column("draft_limits"), self._verified.tally
         if self._ring is not None:
             texts = memory.wide("texts", torch.int64)
-            propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits)
+            fates = FATES if self._head is None else 1  # as on a CPU: kinds are left for the head
+            propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits, fates)
         if self._answers is None:
             propose_predictions(made, rows, self._columns, slot_rows, self._predictions, limits)
+        if self._head is not None:
+            self._head.guess(made, slot_rows, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
         write_drafted_tokens(
             into,
@@ -211,6 +224,11 @@ class DeviceDrafts:
             lengths=visible,
             width=queries_of(self.width),
         )
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens that the rows of each slot got in the last step, int32."""
+        return self._verified.count
 
     def take(self, slot_rows: Tensor, drawn: DrawnBehind) -> Tensor:
         """Rows take the tokens that count; returns the first of each slot."""

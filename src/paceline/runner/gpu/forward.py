@@ -7,7 +7,7 @@ decides which products are used; what is computed does not change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,11 +31,20 @@ from paceline.runner.gpu.kernels.gated_product import (
     can_be_gated,
     gated_activation,
     gated_product,
+    gated_rows,
     is_worth_gating,
 )
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from paceline.runner.gpu.kernels.scaled_product import (
+    scaled_gated_tuning,
+    scaled_matrix_product,
+    scaled_product,
+    scaled_tuning,
+)
+from paceline.runner.gpu.kernels.scaled_row_product import scaled_row_product
+from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, quantize_rows
 from paceline.runner.gpu.kernels.skinny_product import (
     MAX_GATED_ROWS,
     MAX_PARTS,
@@ -47,6 +56,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
+from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +73,10 @@ class DeviceExperts:
 class DeviceLayer:
     """Weights of one layer."""
 
-    qkv: DenseLinear
-    output: DenseLinear
-    gate_up: DenseLinear | None
-    down: DenseLinear | None
+    qkv: DeviceLinear
+    output: DeviceLinear
+    gate_up: DeviceLinear | None
+    down: DeviceLinear | None
     experts: DeviceExperts | None
     head_norm: HeadNorm | None
     norm_before_attention: Tensor
@@ -97,6 +107,7 @@ class DeviceDecoder:
         max_logits: int,
         max_kept: int,  # rows of logits of which a copy can be kept
         device: torch.device,
+        taps: tuple[int, ...] = (),  # hidden states that are kept: those before the layers of these numbers
     ) -> None:
         self.spec = spec
         self._embedding = cast(DenseLinear, parts.embedding).weight
@@ -131,6 +142,14 @@ class DeviceDecoder:
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
+        self._taps = taps
+        # Of the tokens of the last step, one tap beside the other.
+        self.tapped = room(max_tokens if taps else 0, len(taps) * width)
+        scaled = _scaled_dtype(self._layers)
+        if scaled is not None:  # inputs of a product, of eight bits; the next product has others
+            widest = max(width, inner, spec.num_heads * spec.head_dim)
+            self._eight_bits = room(1, max_tokens * widest, scaled)[0]
+            self._row_scales = torch.zeros(max_tokens, device=device)
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
@@ -139,24 +158,24 @@ class DeviceDecoder:
         """
         layer = self._layers[0]
         gate_up = layer.gate_up
-        may_be_gated = gate_up is not None and gate_up.bias is None and self._multiprocessors
+        may_be_gated = isinstance(gate_up, DenseLinear) and gate_up.bias is None and self._multiprocessors
         if may_be_gated and can_be_gated(self._narrow.shape[1], self.spec.hidden_size):
-            assert gate_up is not None
+            assert isinstance(gate_up, DenseLinear)
             gated_product(self._narrow[:1], self._normed[:1], gate_up.weight, activation=self._activation)
-        width = layer.output.weight.shape[1]
+        width = self.spec.num_heads * self.spec.head_dim
         for size in sizes:
-            normed = self._normed[:size]
-            self._queries(normed, layer.qkv, False)
+            residual, norm = self._residual[:size], layer.norm_before_attention
+            self._queries(self._add(residual, None, norm, layer.qkv, False), layer.qkv, False)
             attended = self._product.view(-1)[: size * width].view(size, width)
             self._narrowed(attended, layer.output, layer.norm_after_attention, False)
-            self._fed(normed, layer, False)
+            self._fed(self._add(residual, None, norm, gate_up, False), layer, False)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def forward(self, tokens: StepTokens, attention: DeviceAttention, step: StepPlans) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
-        residual, normed = self._residual[:count], self._normed[:count]
+        residual = self._residual[:count]
         torch.index_select(self._embedding, 0, tokens.ids[:count], out=residual)
         if self.spec.embed_scale != 1.0:
             residual.mul_(torch.tensor(self.spec.embed_scale, dtype=self.dtype).item())
@@ -167,15 +186,24 @@ class DeviceDecoder:
             return self._forward_one(attention, step, places)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            self._add(residual, update, layer.norm_before_attention, overlapped)
-            product = self._queries(normed, layer.qkv, overlapped)
+            x = self._add(residual, update, layer.norm_before_attention, layer.qkv, overlapped)
+            if index in self._taps:
+                self._tap(index, residual)
+            product = self._queries(x, layer.qkv, overlapped)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
             update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped)
-            self._add(residual, update, layer.norm_before_feed_forward, overlapped)
-            update = self._fed(normed, layer, overlapped)
-        self._add(residual, update, self._norm, overlapped)
-        return normed
+            x = self._add(residual, update, layer.norm_before_feed_forward, layer.gate_up, overlapped)
+            update = self._fed(x, layer, overlapped)
+        self._add(residual, update, self._norm, self._head, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), residual)
+        return self._normed[:count]
+
+    @property
+    def embedding(self) -> Tensor:
+        """The table that tokens are looked up in."""
+        return self._embedding
 
     @property
     def hidden(self) -> Tensor:
@@ -202,11 +230,47 @@ class DeviceDecoder:
         """A copy of these, for steps whose draw changes them although log-probabilities are asked for."""
         return self._raw_logits[:count].copy_(self._logits[:count])
 
+    def _tap(self, layer: int, residual: Tensor) -> None:
+        width = residual.shape[1]
+        for place, tap in enumerate(self._taps):
+            if tap == layer:
+                self.tapped[: len(residual), place * width : (place + 1) * width] = residual
+
     # -- parts of a layer ------------------------------------------------------------------------------------
 
-    def _add(self, residual: Tensor, update: Tensor | None, weight: Tensor, overlapped: bool) -> None:
-        normed = self._normed[: len(residual)]
-        residual_norm(normed, residual, update, weight, epsilon=self.spec.norm_eps, overlapped=overlapped)
+    def _add(
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        following: DeviceLinear | None,
+        overlapped: bool,
+    ) -> Tensor | ScaledRows:
+        """The norm behind an addition, as the product that follows takes it (None: experts)."""
+        is_scaled = isinstance(following, ScaledLinear)
+        out = self._rows_of(*residual.shape) if is_scaled else self._normed[: len(residual)]
+        residual_norm(out, residual, update, weight, epsilon=self.spec.norm_eps, overlapped=overlapped)
+        return out
+
+    def _rows_of(self, rows: int, width: int) -> ScaledRows:
+        """Room for the inputs of the next product of eight bits."""
+        return ScaledRows(self._eight_bits[: rows * width].view(rows, width), self._row_scales[:rows])
+
+    def _quantized(self, x: Tensor | ScaledRows, overlapped: bool) -> ScaledRows:
+        if isinstance(x, ScaledRows):
+            return x
+        rows = self._rows_of(*x.shape)
+        quantize_rows(rows, x, overlapped=overlapped)
+        return rows
+
+    def _scaled_times(self, x: ScaledRows, linear: ScaledLinear, into: Tensor, overlapped: bool) -> Tensor:
+        out = into[: len(x)]
+        if len(x) <= MAX_ROWS:
+            tuning = scaled_tuning(len(x), *linear.weight.q.shape)
+            scaled_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped)
+        else:
+            scaled_matrix_product(out, x, linear.weight)
+        return out if linear.bias is None else out.add_(linear.bias)
 
     def _times(self, x: Tensor, linear: DenseLinear, into: Tensor) -> Tensor:
         out = into[: len(x)]
@@ -217,7 +281,10 @@ class DeviceDecoder:
     def _has_few_rows(self, x: Tensor, most: int = MAX_ROWS) -> bool:
         return len(x) <= most and self.dtype != torch.float32
 
-    def _queries(self, x: Tensor, linear: DenseLinear, overlapped: bool) -> Tensor:
+    def _queries(self, x: Tensor | ScaledRows, linear: DeviceLinear, overlapped: bool) -> Tensor:
+        if isinstance(linear, ScaledLinear):
+            return self._scaled_times(self._quantized(x, overlapped), linear, self._product, overlapped)
+        assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
         if self._has_few_rows(x) and linear.bias is None:
             tuning = wide_tuning(len(x), *linear.weight.shape)
@@ -228,7 +295,7 @@ class DeviceDecoder:
         return out
 
     def _narrowed(
-        self, x: Tensor, linear: DenseLinear, norm: Tensor | None, overlapped: bool
+        self, x: Tensor | ScaledRows, linear: DeviceLinear, norm: Tensor | None, overlapped: bool
     ) -> Tensor | None:
         """A product back to the model's width, for the next norm to add to the residual.
 
@@ -236,28 +303,71 @@ class DeviceDecoder:
         product adds itself and nothing is left to add: the norm then moves half as much.
         """
         is_bare = linear.bias is None and norm is None
+        if isinstance(linear, ScaledLinear):
+            x = self._quantized(x, overlapped)
+            if is_bare and len(x) <= MAX_ROWS:
+                tuning = scaled_tuning(len(x), *linear.weight.q.shape, narrow=True)
+                parts = self._parts_for(tuning, x, linear.weight.q.shape[0])
+                scaled_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
+                return parts
+            update = self._scaled_times(x, linear, self._update, overlapped)
+            return self._normed_update(update, norm, overlapped)
+        assert isinstance(x, Tensor)
         if is_bare and self._has_few_rows(x):
-            tuning = narrow_tuning(*linear.weight.shape)
-            if tuning is not None:
-                shape = (tuning.parts, len(x), linear.weight.shape[0])
-                parts = self._parts[: math.prod(shape)].view(shape)
-                skinny_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
+            cut = narrow_tuning(*linear.weight.shape)
+            if cut is not None:
+                parts = self._parts_for(cut, x, linear.weight.shape[0])
+                skinny_product(parts, x, linear.weight, tuning=cut, overlapped=overlapped)
                 return parts
         if is_bare:
             residual = self._residual[: len(x)]
             torch.addmm(residual, x, linear.weight.T, out=residual)
             return None
-        update = self._times(x, linear, self._update)
+        return self._normed_update(self._times(x, linear, self._update), norm, overlapped)
+
+    def _parts_for(self, tuning: ProductTuning, x: Tensor | ScaledRows, columns: int) -> Tensor:
+        """float32 [parts, rows, columns]; a single part, which is complete, as [rows, columns] in the model's type."""
+        if tuning.parts == 1:
+            return self._update[: len(x)]
+        shape = (tuning.parts, len(x), columns)
+        return self._parts[: math.prod(shape)].view(shape)
+
+    def _normed_update(self, update: Tensor, norm: Tensor | None, overlapped: bool) -> Tensor:
         if norm is not None:
             residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
         return update
 
-    def _fed(self, normed: Tensor, layer: DeviceLayer, overlapped: bool) -> Tensor | None:
+    def _fed(self, x: Tensor | ScaledRows, layer: DeviceLayer, overlapped: bool) -> Tensor | None:
         norm = layer.norm_after_feed_forward
         if layer.experts is not None:
-            return self._chosen_experts(normed, layer.experts)
+            assert isinstance(x, Tensor)
+            return self._chosen_experts(x, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
-        gate_up, narrow = layer.gate_up, self._narrow[: len(normed)]
+        if isinstance(layer.gate_up, ScaledLinear):
+            inner = self._scaled_gate(self._quantized(x, overlapped), layer.gate_up, layer.down, overlapped)
+        else:
+            assert isinstance(x, Tensor)
+            inner = self._gate(x, layer.gate_up, overlapped)
+        return self._narrowed(inner, layer.down, norm, overlapped)
+
+    def _scaled_gate(
+        self, x: ScaledRows, gate_up: ScaledLinear, down: DeviceLinear, overlapped: bool
+    ) -> Tensor | ScaledRows:
+        narrow = self._narrow[: len(x)]
+        if gate_up.bias is None and len(x) <= MAX_ROWS and self._activation == "silu":
+            tuning = scaled_gated_tuning(len(x), narrow.shape[1], x.q.shape[1])
+            scaled_product(narrow, x, gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped)
+            return narrow
+        wide = self._scaled_times(x, gate_up, self._wide, overlapped)
+        if isinstance(down, ScaledLinear):
+            rows = self._rows_of(*narrow.shape)
+            gated_rows(rows, wide, activation=self._activation, overlapped=overlapped)
+            return rows
+        gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
+        return narrow
+
+    def _gate(self, normed: Tensor, gate_up: DenseLinear, overlapped: bool) -> Tensor:
+        narrow = self._narrow[: len(normed)]
         shape = (len(normed), narrow.shape[1], normed.shape[1])
         tuning: ProductTuning | None = None
         if gate_up.bias is None and self._has_few_rows(normed, MAX_GATED_ROWS) and self._activation == "silu":
@@ -271,7 +381,7 @@ class DeviceDecoder:
         else:
             wide = self._times(normed, gate_up, self._wide)
             gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
-        return self._narrowed(narrow, layer.down, norm, overlapped)
+        return narrow
 
     def _chosen_experts(self, normed: Tensor, experts: DeviceExperts) -> Tensor:
         scores = torch.softmax(_router_logits(normed, experts.router), dim=-1)
@@ -295,19 +405,44 @@ class DeviceDecoder:
             norm = RowNorm(
                 residual=residual, new_residual=other, weight=layer.norm_before_attention, epsilon=epsilon
             )
-            row_product(self._product[0], update, layer.qkv.weight, norm=norm, overlapped=overlapped)
+            _row(self._product[0], update, layer.qkv, norm=norm, overlapped=overlapped)
+            if index in self._taps:
+                self._tap(index, self._normed[:1])  # where the new residual is
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, self._product[:1], place, layer.head_norm)
-            row_product(update, attended[0], layer.output.weight, overlapped=overlapped)
+            _row(update, attended[0], layer.output, overlapped=overlapped)
             norm = RowNorm(
                 residual=other, new_residual=residual, weight=layer.norm_before_feed_forward, epsilon=epsilon
             )
-            row_product(
-                self._narrow[0], update, layer.gate_up.weight, norm=norm, gated=True, overlapped=overlapped
-            )
-            row_product(update, self._narrow[0], layer.down.weight, overlapped=overlapped)
-        self._add(self._residual[:1], self._update[:1], self._norm, overlapped)
+            _row(self._narrow[0], update, layer.gate_up, norm=norm, gated=True, overlapped=overlapped)
+            _row(update, self._narrow[0], layer.down, overlapped=overlapped)
+        self._add(self._residual[:1], self._update[:1], self._norm, self._head, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), self._residual[:1])
         return self._normed[:1]
+
+
+def _row(
+    out: Tensor,
+    x: Tensor,
+    linear: DeviceLinear,
+    *,
+    norm: RowNorm | None = None,
+    gated: bool = False,
+    overlapped: bool,
+) -> None:
+    if isinstance(linear, ScaledLinear):
+        scaled_row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
+    else:
+        row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
+
+
+def _scaled_dtype(layers: Sequence[DeviceLayer]) -> torch.dtype | None:
+    """The type of weights of eight bits; None where a model has none."""
+    linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    found = {linear.weight.q.dtype for linear in linears if isinstance(linear, ScaledLinear)}
+    assert len(found) <= 1, found
+    return found.pop() if found else None
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -340,10 +475,10 @@ def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> Device
     fed = layer.feed_forward
     dense = fed if isinstance(fed, FeedForward) else None
     return DeviceLayer(
-        qkv=cast(DenseLinear, layer.attention.qkv),
-        output=cast(DenseLinear, layer.attention.output),
-        gate_up=cast(DenseLinear, dense.gate_up) if dense is not None else None,
-        down=cast(DenseLinear, dense.down) if dense is not None else None,
+        qkv=cast(DeviceLinear, layer.attention.qkv),
+        output=cast(DeviceLinear, layer.attention.output),
+        gate_up=cast(DeviceLinear, dense.gate_up) if dense is not None else None,
+        down=cast(DeviceLinear, dense.down) if dense is not None else None,
         experts=_stacked(fed, spec, device) if isinstance(fed, Experts) else None,
         head_norm=head_norm,
         norm_before_attention=layer.norm_before_attention.weight.to(device),

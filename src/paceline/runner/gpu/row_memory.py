@@ -187,6 +187,8 @@ def _draft_shapes(drafts: DraftConfig, tokens: tuple[int, int]) -> dict[str, tup
     """Entries and width of the columns that drafts need."""
     rows = tokens[0]
     shapes = {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+    if drafts.model:
+        shapes["state_position"] = (rows, 1)
     if drafts.method == "history":
         shapes["texts"] = (rows, 2)
     if drafts.method == ORACLE:

@@ -26,10 +26,12 @@ from paceline.core.plan import (
     StepPlan,
 )
 from paceline.models.decoder import Parts
+from paceline.models.files.draft_head import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
+from paceline.runner.gpu.device_head import DeviceHead, HeadSite, build_head, further_layers
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
@@ -55,18 +57,17 @@ from paceline.runner.gpu.graphs import (
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
-from paceline.runner.gpu.kernels.step_rows import StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
-from paceline.runner.gpu.logprob_reports import AskedLogprobs
+from paceline.runner.gpu.logprob_reports import AskedLogprobs, reports_of_prompts
 from paceline.runner.gpu.pending import DraftedPending, GPUPending
 from paceline.runner.gpu.token_sampling import DeviceSampler
-from paceline.runner.sampling.sampler import prompt_logprobs
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
-LONG_S = 0.01  # a step that takes longer is measured once
+LONG_S = 0.01  # a step that takes longer is measured twice, each alone
 
 
 class GPURunner:
@@ -82,6 +83,7 @@ class GPURunner:
         device: torch.device,
         graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
+        head: HeadFiles | None = None,  # makes drafts
     ) -> None:
         self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
@@ -93,9 +95,16 @@ class GPURunner:
         max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
         max_draws = max(max_slots, max_drafted)
         self._decoder = DeviceDecoder(
-            spec, parts, max_tokens=max_tokens, max_logits=max_draws, max_kept=max_slots, device=device
+            spec,
+            parts,
+            max_tokens=max_tokens,
+            max_logits=max_draws,
+            max_kept=max_slots,
+            device=device,
+            taps=() if head is None else head.spec.taps,
         )
-        self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
+        stored = kv_dtype or self._decoder.dtype
+        self._pools = KVPools(spec, config.kv, memory.tables, stored, further_layers(head))
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -109,20 +118,16 @@ class GPURunner:
         )
         self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
         self._drafts: DeviceDrafts | None = None
+        self._head: DeviceHead | None = None
         if drafts is not None:
+            if head is not None:
+                site = HeadSite(self._decoder, self._pools, memory, max_tokens)
+                self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
-            self._drafts = DeviceDrafts(drafts, memory, device=device, **sizes)
+            self._drafts = DeviceDrafts(drafts, memory, device=device, head=self._head, **sizes)
         self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
-
-        def column(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
-
-        self._tokens = StepTokens(
-            ids=column(max_tokens, torch.int32),
-            positions=column(max_tokens, torch.int32),
-            slots=[column(max_tokens, torch.int64) for _ in memory.tables],
-        )
-        self._visible = column(memory.num_rows + 1, torch.int32)
+        self._tokens = allocate_step_tokens(max_tokens, len(memory.tables), device)
+        self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=device)
         self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
@@ -131,6 +136,10 @@ class GPURunner:
         self._mixed = (
             mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
         )
+        self._prepare(graphs)
+
+    def _prepare(self, graphs: bool) -> None:
+        """Run every kind of step, and capture them."""
         self._queue.drain()  # weights and buffers were filled in another stream
         with self._queue.entered():
             if self._queue.is_gpu:
@@ -161,7 +170,10 @@ class GPURunner:
         self._sampler.warm_up(self._decoder.dtype)
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
-            self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
+            sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
+            self._decoder.warm_up(sizes)
+            if self._head is not None:
+                self._head.warm_up(sizes)
         for slots in {
             1,
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
@@ -175,7 +187,9 @@ class GPURunner:
             self._drafts.warm_up()
         for keys in self._draft_keys:
             kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
-            for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
+            sizes_of_head = {key.slots: key for key in keys if self._head is not None}
+            tried = {*kinds.values(), *sizes_of_head.values()} if self._queue.is_gpu else keys[:1]
+            for drafted in tried:
                 self._drafted_step(drafted)
         most = memory.max_slots
         few = [
@@ -188,6 +202,10 @@ class GPURunner:
             (most, 4),
         ]
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
+        if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
+            for rows in {min(count, most) for count in (1, 16)}:
+                spans = spans_of(max(largest - rows, 1), scheduler.max_model_len)
+                self._run(self._rows.dummy_batch(*spans, num_decode=rows))
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
                 self._run(self._rows.dummy_batch(number, count))
@@ -239,7 +257,7 @@ class GPURunner:
         with self._queue.entered():
             timed(1)  # the first may load something
             seconds = timed(1)
-            return seconds if seconds > LONG_S else timed(3)
+            return min(seconds, timed(1)) if seconds > LONG_S else timed(3)
 
     # -- the runner seam -------------------------------------------------------------------------------------
 
@@ -333,6 +351,8 @@ class GPURunner:
         if self._drafts is not None:
             self._drafts.join(joins)
         rows.memory.send()
+        if self._head is not None:
+            self._head.fork(plan.row_copies)
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
         for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
@@ -362,7 +382,9 @@ class GPURunner:
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch)
-        found = self._prompt_logprobs(batch, hidden) if on_host else ()
+        found: tuple[RowLogprobs, ...] = ()
+        if on_host:
+            found = reports_of_prompts(rows, batch, hidden, self._decoder)
         if not len(sampled):
             return lambda guides: found
         slot_rows = rows.memory.column("sample_rows")[:num_draws]
@@ -450,13 +472,18 @@ class GPURunner:
         slot_rows = self._slot_rows(key.slots)
         overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
         shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
-        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens)
+        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens, overlapped=overlapped)
         step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
         hidden = self._decoder.forward(tokens, self._attention, step)
+        head, behind = self._head, hidden
+        if head is not None:
+            behind = head.follow_drafts(tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
         draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
         self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
         first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
+        if head is not None:
+            head.keep(tokens, behind, slot_rows, drafts.layout.first, drafts.counts)
         if key.with_rules:
             self._sampler.note_first(slot_rows, first)
 
@@ -501,6 +528,8 @@ class GPURunner:
             prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_decoding(self._tokens, slot_rows, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
         if kind.undrawn:
             return
@@ -561,29 +590,10 @@ class GPURunner:
             spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
             span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
-        return self._decoder.forward(tokens, self._attention, step)
-
-    def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
-        """How likely each prompt token was, for the few rows that want to know."""
-        rows = self._rows
-        found: list[RowLogprobs] = []
-        firsts = len(batch.decode) + np.cumsum(batch.count) - batch.count
-        for index in np.flatnonzero(rows.prompt_logprobs[batch.spans] > -2).tolist():
-            row, start = int(batch.spans[index]), int(batch.start[index])
-            end = min(start + int(batch.count[index]), int(rows.num_prompt[row]) - 1)
-            if start >= end:
-                continue
-            first = int(firsts[index])
-            positions = np.arange(start + 1, end + 1)
-            targets = rows.memory["tokens"].host[row, positions].astype(np.int64)
-            for begin in range(0, end - start, self._config.scheduler.max_num_seqs):
-                part = slice(begin, min(begin + self._config.scheduler.max_num_seqs, end - start))
-                states = hidden[first + part.start : first + part.stop]
-                logits = self._decoder.logits(states, None).float().cpu()
-                found += prompt_logprobs(
-                    logits.numpy(), targets[part], positions[part], row, int(rows.prompt_logprobs[row])
-                )
-        return tuple(found)
+        hidden = self._decoder.forward(tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_spans(tokens, slot_rows, spans, shape.longest_span, hidden)
+        return hidden
 
 
 def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, as_eight_bits, row_scale
 from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -66,6 +67,53 @@ def _gate_kernel(
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     result = activate(gate, IS_SILU) * up
     tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+def gated_rows(
+    out: ScaledRows, product: Tensor, *, activation: Activation = "silu", overlapped: bool = False
+) -> None:
+    """The same in eight bits with a scale per row: one program has a whole row, to know its largest number."""
+    tokens, width = out.q.shape
+    assert product.shape[1] == 2 * width and product.stride(1) == 1 and out.q.is_contiguous()
+    lanes = triton.next_power_of_2(width)
+    _gate_rows_kernel[(tokens,)](
+        out.q,
+        out.scale,
+        product,
+        product.stride(0),
+        WIDTH=width,
+        LANES=lanes,
+        IS_SILU=activation == "silu",
+        OVERLAPPED=overlapped,
+        num_warps=min(16, max(1, lanes // 512)),
+        launch_pdl=overlapped,
+    )
+
+
+@triton.jit(do_not_specialize=["product_stride"])
+def _gate_rows_kernel(
+    out,
+    out_scale,
+    product,
+    product_stride,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    mask = lane < WIDTH
+    at = product + token * product_stride + lane
+    wait_and_announce(OVERLAPPED)
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    result = activate(gate, IS_SILU) * up
+    scale = row_scale(result, out.dtype.element_ty)
+    tl.store(
+        out + token * WIDTH + lane, as_eight_bits(result * (1.0 / scale), out.dtype.element_ty), mask=mask
+    )
+    tl.store(out_scale + token, scale)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ The update may come in several float32 parts, as products whose inner dimension 
 (`skinny_product`): they are summed here in a fixed order, so that nothing needs atomics. The norm is taken of the
 sum as it is stored, so that the two outputs agree.
 
+The norm may be written in eight bits with a scale per row, for products that take such rows (scaled_rows.py).
+
 It must not know the layer. Where a model adds one to its norm's weights, they come here with it added.
 """
 
@@ -14,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, as_eight_bits, row_scale
 
 _LANES_PER_WARP = 512
 
 
 def residual_norm(
-    out: Tensor,
+    out: Tensor | ScaledRows,
     residual: Tensor,
     update: Tensor | None,
     weight: Tensor,
@@ -33,16 +36,18 @@ def residual_norm(
     `overlapped`: see overlap.py.
     """
     tokens, width = residual.shape
-    assert out.stride(1) == 1 and residual.stride(1) == 1
+    normed = out.q if isinstance(out, ScaledRows) else out
+    assert normed.stride(1) == 1 and residual.stride(1) == 1
     parts = 0 if update is None else 1 if update.dim() == 2 else update.shape[0]
     source = residual if update is None else update
     lanes = triton.next_power_of_2(width)
     _norm_kernel[(tokens,)](
-        out,
+        normed,
+        out.scale if isinstance(out, ScaledRows) else out,
         residual,
         source,
         weight,
-        out.stride(0),
+        normed.stride(0),
         residual.stride(0),
         source.stride(-2),
         source.stride(0) if source.dim() == 3 else 0,
@@ -50,6 +55,7 @@ def residual_norm(
         PARTS=parts,
         WIDTH=width,
         LANES=lanes,
+        SCALED=isinstance(out, ScaledRows),
         OVERLAPPED=overlapped,
         num_warps=min(16, max(1, lanes // _LANES_PER_WARP)),
         launch_pdl=overlapped,
@@ -59,6 +65,7 @@ def residual_norm(
 @triton.jit(do_not_specialize=["out_stride", "residual_stride", "update_stride", "part_stride"])
 def _norm_kernel(
     out,
+    out_scale,
     residual,
     update,
     weight,
@@ -70,6 +77,7 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    SCALED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -88,4 +96,9 @@ def _norm_kernel(
         tl.store(into, rounded, mask=mask)
         x = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    tl.store(out + token * out_stride + lane, (x * inverse * scale).to(out.dtype.element_ty), mask=mask)
+    x = x * inverse * scale
+    if SCALED:
+        of_row = row_scale(x, out.dtype.element_ty)
+        tl.store(out_scale + token, of_row)
+        x = as_eight_bits(x * (1.0 / of_row), out.dtype.element_ty)
+    tl.store(out + token * out_stride + lane, x.to(out.dtype.element_ty), mask=mask)

@@ -77,6 +77,7 @@ def verify(
         layout.first,
         layout.count,
         proposals.kind,
+        proposals.kind if proposals.each is None else proposals.each,
         proposals.guess,
         slot_rows,
         drawn.ids,
@@ -89,6 +90,7 @@ def verify(
         SLOTS=_PER_PROGRAM,
         STOPS=MAX_STOP_IDS,
         KINDS=DRAFT_KINDS,
+        OF_EACH=proposals.each is not None,
         FOLLOWED=FOLLOWED,
         MISSED=MISSED,
         PARTLY=PARTLY,
@@ -114,6 +116,7 @@ def _verify_kernel(
     firsts,
     counts,
     kinds,
+    each,
     guesses,
     slot_rows,
     ids,
@@ -126,6 +129,7 @@ def _verify_kernel(
     SLOTS: tl.constexpr,
     STOPS: tl.constexpr,
     KINDS: tl.constexpr,
+    OF_EACH: tl.constexpr,
     FOLLOWED: tl.constexpr,
     MISSED: tl.constexpr,
     PARTLY: tl.constexpr,
@@ -179,8 +183,16 @@ def _verify_kernel(
     compared = tl.where(drafts > 0, tl.minimum(number, drafts), 1)
     equal = tl.where(drafts > 0, tl.minimum(number - 1, drafts), is_guessed)
     # Integer sums come out the same in any order.
-    tl.atomic_add(tally + kind, compared, mask=is_known, sem="relaxed")
-    tl.atomic_add(tally + KINDS + kind, equal, mask=is_known, sem="relaxed")
+    if OF_EACH:
+        one = tl.full([SLOTS], 1, tl.int32)
+        for depth in tl.static_range(MOST):
+            here = is_known & (depth < compared)
+            own = tl.load(each + slot * MOST + depth, mask=here, other=0)
+            tl.atomic_add(tally + own, one, mask=here, sem="relaxed")
+            tl.atomic_add(tally + KINDS + own, one, mask=here & (depth < equal), sem="relaxed")
+    else:
+        tl.atomic_add(tally + kind, compared, mask=is_known, sem="relaxed")
+        tl.atomic_add(tally + KINDS + kind, equal, mask=is_known, sem="relaxed")
     tl.atomic_add(tally + 2 * KINDS + kind, tl.full([SLOTS], 1, tl.int32), mask=is_known, sem="relaxed")
     fate = tl.where(equal == compared, WHOLLY, tl.where(equal > 0, PARTLY, MISSED))
     tl.store(fates + row, tl.where(is_known, fate, PARTLY), mask=runs)

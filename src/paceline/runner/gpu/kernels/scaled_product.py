@@ -1,0 +1,166 @@
+"""Matrix product of rows and weights of eight bits, for up to 64 rows: reads the weights once, by many programs.
+
+Both sides are e4m3 or both int8. A row of weights and a row of inputs have a scale each, which meet the sums at the
+end. As in `skinny_product`, the weights are the tall operand of the matrix instruction, the inner dimension may be
+split into parts that `residual_norm` sums, and gate and up may go through the activation before they are stored. More
+rows go through the same kernel in tiles; for e4m3 on a GPU torch's product is faster there.
+
+It must not know the layer; how a shape is cut is a table in this file, never a measurement at start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.scaled_rows import ScaledRows
+from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
+
+_FEWEST_ROWS = 16  # of a matrix instruction
+INNER_STEP = (
+    32  # what the inner dimension must be a multiple of: entries of eight bits in a matrix instruction
+)
+_TILES = (64, 32, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWeight:
+    """`q` [columns, inner] of eight bits times `scale` [columns], float32."""
+
+    q: Tensor
+    scale: Tensor
+
+
+def scaled_tuning(rows: int, columns: int, inner: int, *, narrow: bool = False) -> ProductTuning:
+    """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
+    parts = 1
+    if narrow and columns <= 4096:
+        parts = next((parts for parts in (4 if columns <= 2048 else 2, 2) if inner % (128 * parts) == 0), 1)
+    step = next((step for step in (128, 64) if inner % (step * parts) == 0), INNER_STEP)
+    tile = next((tile for tile in _TILES if columns % tile == 0), _TILES[-1])
+    return ProductTuning(columns=tile, inner=step, parts=parts, num_stages=6 if rows <= 32 else 4)
+
+
+def scaled_gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning:
+    """The same for gate and up, `columns` of each."""
+    plain = scaled_tuning(rows, columns, inner)
+    return ProductTuning(
+        columns=plain.columns,
+        inner=plain.inner,
+        num_stages=4 if rows <= 32 else 3,
+        starts_early=columns < 8192,
+    )
+
+
+def scaled_product(
+    out: Tensor,
+    x: ScaledRows,
+    weight: ScaledWeight,
+    *,
+    tuning: ProductTuning,
+    gated: bool = False,
+    overlapped: bool = False,
+) -> None:
+    """`out` = `x` [rows, inner] times `weight` [columns, inner] transposed.
+
+    `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
+    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
+    """
+    rows, inner = x.q.shape
+    columns = weight.q.shape[0] // (2 if gated else 1)
+    assert x.q.dtype == weight.q.dtype and weight.q.shape[1] == inner
+    assert columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
+    assert weight.q.is_contiguous() and x.q.is_contiguous() and out.is_contiguous()
+    assert tuning.parts == 1 or not gated
+    overlapped = overlapped and tuning.starts_early
+    row_tile = min(tuning.rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
+    _scaled_kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
+        out,
+        x.q,
+        x.scale,
+        weight.q,
+        weight.scale,
+        rows,
+        INNER=inner,
+        COLUMNS=columns,
+        PARTS=tuning.parts,
+        TILE=tuning.columns,
+        STEP=tuning.inner,
+        ROWS=row_tile,
+        IS_WHOLE=x.q.dtype == torch.int8,
+        GATED=gated,
+        OVERLAPPED=overlapped,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        launch_pdl=overlapped,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scaled_kernel(
+    out,
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    rows,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    SUM: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    part = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    inner = tl.arange(0, STEP)
+    weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
+    x_at = x + row[:, None] * INNER + inner[None, :]
+    scale = tl.load(weight_scale + column)
+    up_scale = tl.load(weight_scale + COLUMNS + column) if GATED else scale
+    acc = tl.zeros([TILE, ROWS], SUM)
+    up = tl.zeros([TILE, ROWS], SUM)
+    PART: tl.constexpr = INNER // PARTS
+    wait_and_announce(OVERLAPPED)
+    for start in range(part * PART, (part + 1) * PART, STEP):
+        w = tl.load(weight_at + start)
+        xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(xs), acc, out_dtype=SUM)
+        if GATED:
+            up = tl.dot(tl.load(weight_at + COLUMNS * INNER + start), tl.trans(xs), up, out_dtype=SUM)
+    of_row = tl.load(x_scale + row, mask=row < rows, other=0.0)
+    result = acc.to(tl.float32) * scale[:, None] * of_row[None, :]
+    if GATED:
+        result = result / (1.0 + tl.exp(-result)) * (up.to(tl.float32) * up_scale[:, None] * of_row[None, :])
+    into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
+    tl.store(into, result.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+
+
+# -- many rows -----------------------------------------------------------------------------------------------
+
+
+def scaled_matrix_product(out: Tensor, x: ScaledRows, weight: ScaledWeight) -> Tensor:
+    """`out` [rows, columns], bfloat16, by torch's product: for more rows than `scaled_product` is made for."""
+    if x.q.dtype == torch.int8 or not x.q.is_cuda:
+        columns, inner = weight.q.shape
+        scaled_product(out, x, weight, tuning=scaled_tuning(MAX_ROWS, columns, inner))
+        return out
+    return torch._scaled_mm(
+        x.q,
+        weight.q.T,
+        scale_a=x.scale[:, None],
+        scale_b=weight.scale[None, :],
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
+    )

@@ -1,0 +1,53 @@
+"""Matrices as the device keeps them: of 16 bits (`DenseLinear`), or of eight with scales.
+
+A quantised matrix says how its values are made of what is stored; the step's products are the decoder's business
+(forward.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.models.layers import DenseLinear
+from paceline.runner.gpu.kernels.scaled_product import INNER_STEP, ScaledWeight
+from paceline.runner.gpu.kernels.scaled_rows import EIGHT_BITS
+
+_ROWS_AT_ONCE = 4096  # float32 of a whole matrix would take four times what is kept of it
+_TINY = 1e-20  # the largest number of a row of zeros
+
+
+class ScaledLinear:
+    """Weights of eight bits with a scale per row; inputs are rounded to eight bits, row by row, on their way in."""
+
+    def __init__(self, weight: ScaledWeight, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product with inputs as they are."""
+        dense = self.weight.q.float() * self.weight.scale[:, None]
+        return F.linear(x, dense.to(x.dtype), self.bias)
+
+
+DeviceLinear = DenseLinear | ScaledLinear
+
+
+def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
+    """A matrix of 16 or 32 bits as eight bits: the largest of each row becomes the largest they hold."""
+    most = EIGHT_BITS[dtype]
+    q = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    scale = torch.empty(len(matrix), device=matrix.device)
+    for first in range(0, len(matrix), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        values = matrix[part].float()
+        scale[part] = values.abs().amax(dim=1).clamp_min_(_TINY) / most
+        values.div_(scale[part, None])
+        q[part] = (values.round_() if dtype == torch.int8 else values).clamp_(-most, most).to(dtype)
+    return ScaledWeight(q, scale)
+
+
+def fits_eight_bits(columns: int, inner: int) -> bool:
+    """Whether products of eight bits can be made with a matrix of this shape."""
+    return columns % 16 == 0 and inner % INNER_STEP == 0
