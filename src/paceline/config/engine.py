@@ -39,6 +39,12 @@ _OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 # For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
 ORACLE = "oracle"
+# Steps of a GPU with drafts: tokens of all rows together.
+DRAFT_BUCKETS = (
+    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+    1280, 1536, 1792, 2048,
+)  # fmt: skip
+PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0

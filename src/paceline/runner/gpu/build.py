@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
@@ -29,7 +29,6 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_head import further_layers
-from paceline.runner.gpu.graphs import DRAFT_BUCKETS
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.gpu.linears import ScaledLinear, fits_eight_bits, quantized
