@@ -168,6 +168,7 @@ class Hardware:
     kv_dtype: str
     kv_bytes: int
     runner: dict[str, str | int]  # what computes steps: its name, and more about it
+    weights: str = "auto"  # --quantization
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -300,7 +301,12 @@ def _on_cpu(
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
     hardware = Hardware(
-        device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes, runner=backend.about
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        kv_bytes=kv_bytes,
+        runner=backend.about,
+        weights=model.quantization,
     )
     step = backend.make_step(config)
     drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
@@ -512,6 +518,7 @@ def _on_gpu(
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
         kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype),
         runner={"name": "gpu"},
+        weights=model.quantization,
     )
     return Built(config, runner, hardware, (), CPUWork)
 
