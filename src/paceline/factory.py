@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
+    MADE_ON_LOADING,
     ORACLE,
     Capacity,
     DraftConfig,
@@ -223,6 +224,11 @@ def load_model(
     # Before torch is loaded: mistakes in a model are reported at once.
     path = resolve(model.model, model.revision, model.download_dir)
     checkpoint = open_checkpoint(path, load_format=model.load_format)
+    if model.quantization in MADE_ON_LOADING and checkpoint.quantized:
+        raise ConfigError(
+            f"--quantization {model.quantization}: the weights of this file are quantised already "
+            f"({', '.join(checkpoint.quantized)}); leave it at auto"
+        )
     tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
 
     from paceline.runner.device import choose_device
@@ -340,13 +346,7 @@ def _native_backend(
     on_progress: LoadProgress,
 ) -> CPUBackend | str:
     """The native kernels, or why they are not used. Raises ConfigError where they are asked for by name."""
-    made = model.quantization in ("int4", "int8")  # while loading
-    stored = sorted(name for name in checkpoint.stored if name.startswith(("Q", "IQ")))
-    if made and stored:
-        raise ConfigError(
-            f"--quantization {model.quantization}: the weights of this file are quantised already "
-            f"({', '.join(stored)}); leave it at auto"
-        )
+    made = model.quantization in MADE_ON_LOADING
     if model.cpu_backend == "torch":
         if made:
             raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
