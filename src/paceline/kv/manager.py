@@ -148,6 +148,11 @@ class KVManager:
         """Tokens the first group holds when all its blocks are full: what reports count occupancy by."""
         return self.groups[0].pool.usable * self.block_size
 
+    @property
+    def num_evicted(self) -> int:
+        """Blocks whose cached prefix was evicted, since the start."""
+        return sum([group.pool.num_evicted for group in self.groups])
+
     def reserved_for(self, row: int) -> int:
         """Blocks that are set aside for a row and not taken yet."""
         return self.groups[0].reserved_for.item(row)

@@ -508,6 +508,7 @@ class Composer:
             trust=NO_TRUST if state.drafts is None else state.drafts.tell_trust(),
         )
         state.counters.planned(plan, state.rows.num_live)
+        state.counters.evicted_blocks = state.kv.num_evicted
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
         flight = Flight(
