@@ -21,6 +21,7 @@ MODES = ("continuous", "dynamic", "static")
 # pages load no numpy.
 _POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
 POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
+EVICTIONS = ("reuse", "lru")
 PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -86,6 +87,11 @@ class KVConfig:
         also=("--host-blocks",),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
+    eviction: str = option(
+        "reuse",
+        "which cached prefix goes first: the least likely to be used again soon, or the least recently used",
+        choices=EVICTIONS,
+    )
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
     def __post_init__(self) -> None:
