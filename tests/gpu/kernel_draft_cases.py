@@ -81,8 +81,8 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
 
 
 def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: tensor.to(device) for name, tensor in found.items() if tensor is not None}
+    columns = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: column.to(device) for name, column in columns.items() if column is not None}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:

@@ -21,6 +21,7 @@ MODES = ("continuous", "dynamic", "static")
 # pages load no numpy.
 _POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
 POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
+EVICTIONS = ("reuse", "lru")
 PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -39,6 +40,12 @@ _OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 # For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
 ORACLE = "oracle"
+# Steps of a GPU with drafts: tokens of all rows together.
+DRAFT_BUCKETS = (
+    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+    1280, 1536, 1792, 2048,
+)  # fmt: skip
+PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
 USUAL_GUESSES = 4  # the same where a model makes them, which takes time for each
 MOST_STEPS_AHEAD = 8  # of the device
@@ -81,6 +88,11 @@ class KVConfig:
         also=("--host-blocks",),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
+    eviction: str = option(
+        "reuse",
+        "which cached prefix goes first: the least likely to be used again soon, or the least recently used",
+        choices=EVICTIONS,
+    )
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
     def __post_init__(self) -> None:

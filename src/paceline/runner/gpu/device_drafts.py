@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import ORACLE, DraftConfig
+from paceline.config.engine import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import FATES, PARTLY
 from paceline.runner.gpu.device_head import DeviceHead
@@ -44,8 +44,7 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_EVERY = 32  # steps without drafts; then their first ones are compared with the tokens that come
-PROBE_HEAD_EVERY = 64  # where a head makes them, which takes time
+PROBE_HEAD_EVERY = 64  # steps without drafts, as `PROBE_EVERY`, where a head makes them, which takes time
 REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.config.engine import DRAFT_BUCKETS
+
 SLOT_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
@@ -23,11 +25,6 @@ SLOT_BUCKETS = (
 TOKEN_BUCKETS = (
     64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
-)  # fmt: skip
-# Steps with drafts: tokens of all rows together.
-DRAFT_BUCKETS = (
-    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
-    1280, 1536, 1792, 2048,
 )  # fmt: skip
 FEW_SLOTS, MANY_SLOTS = 32, 256
 LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import EngineConfig
+from paceline.config.engine import DRAFT_BUCKETS, EngineConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     GuideWork,
@@ -35,7 +35,6 @@ from paceline.runner.gpu.device_head import DeviceHead, HeadSite, build_head, fu
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
-    DRAFT_BUCKETS,
     DRAWS,
     KINDS,
     MAX_SPANS,
