@@ -13,8 +13,8 @@ from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.skinny_product import (
     ProductTuning,
     gated_tuning,
-    head_tuning,
     narrow_tuning,
+    small_tuning,
     wide_tuning,
 )
 from tests.gpu import kernel_cases as cases
@@ -73,10 +73,10 @@ def test_skinny_product(rows: int, columns: int, inner: int) -> None:
 )
 def test_products_of_a_head(rows: int, columns: int, inner: int) -> None:
     for splits in (False, True):
-        tuning = head_tuning(columns, inner, splits=splits)
+        tuning = small_tuning(columns, inner, splits=splits)
         assert tuning is not None
         small.check_skinny_product(PLAIN, rows, columns, inner, tuning)
-    gated = head_tuning(1536, 576)
+    gated = small_tuning(1536, 576)
     assert gated is not None
     small.check_skinny_product(PLAIN, rows, 1536, 576, gated, gated=True)
 

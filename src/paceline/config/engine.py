@@ -47,6 +47,7 @@ DRAFT_BUCKETS = (
 )  # fmt: skip
 PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
+USUAL_GUESSES = 4  # the same where a model makes them, which takes time for each
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -198,7 +199,8 @@ class DraftConfig:
             raise ConfigError(
                 f"--speculative-config: {unknown[0]} is not known; there are {', '.join(_DRAFT_FIELDS)}"
             )
-        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        usual = USUAL_GUESSES if given.get("model") else USUAL_DRAFTS
+        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", usual)
         method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
         if method not in (*DRAFT_METHODS, ORACLE):
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")

@@ -52,8 +52,8 @@ from paceline.runner.gpu.kernels.skinny_product import (
     MAX_PARTS,
     MAX_ROWS,
     ProductTuning,
-    head_tuning,
     skinny_product,
+    small_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens, allocate_step_tokens, decode_inputs
 from paceline.runner.gpu.kv_pools import KVPools, on_device
@@ -298,7 +298,7 @@ class DeviceEagle(DeviceHead):
     def _tuning(self, x: Tensor, columns: int, *, splits: bool = False) -> ProductTuning | None:
         if len(x) > MAX_ROWS or x.dtype == torch.float32:
             return None
-        return head_tuning(columns, x.shape[1], splits=splits)
+        return small_tuning(columns, x.shape[1], splits=splits)
 
     def _times(self, x: Tensor, weight: Tensor, out: Tensor, overlapped: bool) -> Tensor:
         tuning = self._tuning(x, len(weight))

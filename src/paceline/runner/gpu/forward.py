@@ -53,10 +53,13 @@ from paceline.runner.gpu.kernels.skinny_product import (
     gated_tuning,
     narrow_tuning,
     skinny_product,
+    small_tuning,
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
 from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
+
+_SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,7 @@ class DeviceDecoder:
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
+        self._has_drafts = False  # the step that is computed
         self._taps = taps
         # Of the tokens of the last step, one tap beside the other.
         self.tapped = room(max_tokens if taps else 0, len(taps) * width)
@@ -175,6 +179,7 @@ class DeviceDecoder:
     def forward(self, tokens: StepTokens, attention: DeviceAttention, step: StepPlans) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
+        self._has_drafts = step.has_drafts
         residual = self._residual[:count]
         torch.index_select(self._embedding, 0, tokens.ids[:count], out=residual)
         if self.spec.embed_scale != 1.0:
@@ -278,6 +283,12 @@ class DeviceDecoder:
             return torch.addmm(linear.bias, x, linear.weight.T, out=out)
         return torch.mm(x, linear.weight.T, out=out)
 
+    def _small_tuning(self, weight: Tensor, *, splits: bool = False) -> ProductTuning | None:
+        """In a step with drafts: a row has several tokens there, so that steps of a few of them are the rule."""
+        if not self._has_drafts or weight.numel() > _SMALL:
+            return None
+        return small_tuning(*weight.shape, splits=splits)
+
     def _has_few_rows(self, x: Tensor, most: int = MAX_ROWS) -> bool:
         return len(x) <= most and self.dtype != torch.float32
 
@@ -287,7 +298,7 @@ class DeviceDecoder:
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
         if self._has_few_rows(x) and linear.bias is None:
-            tuning = wide_tuning(len(x), *linear.weight.shape)
+            tuning = wide_tuning(len(x), *linear.weight.shape) or self._small_tuning(linear.weight)
         if tuning is None:
             return self._times(x, linear, self._product)
         out = self._product[: len(x)]
@@ -314,7 +325,7 @@ class DeviceDecoder:
             return self._normed_update(update, norm, overlapped)
         assert isinstance(x, Tensor)
         if is_bare and self._has_few_rows(x):
-            cut = narrow_tuning(*linear.weight.shape)
+            cut = narrow_tuning(*linear.weight.shape) or self._small_tuning(linear.weight, splits=True)
             if cut is not None:
                 parts = self._parts_for(cut, x, linear.weight.shape[0])
                 skinny_product(parts, x, linear.weight, tuning=cut, overlapped=overlapped)
@@ -372,6 +383,8 @@ class DeviceDecoder:
         tuning: ProductTuning | None = None
         if gate_up.bias is None and self._has_few_rows(normed, MAX_GATED_ROWS) and self._activation == "silu":
             tuning = gated_tuning(*shape)
+            if tuning is None and len(normed) <= MAX_ROWS:
+                tuning = self._small_tuning(gate_up.weight[: shape[1]])
         if tuning is not None:
             skinny_product(narrow, normed, gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped)
         elif (

@@ -186,21 +186,17 @@ class GPURunner:
         if self._drafts is not None:
             self._drafts.warm_up()
         for keys in self._draft_keys:
-            kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
-            sizes_of_head = {key.slots: key for key in keys if self._head is not None}
-            tried = {*kinds.values(), *sizes_of_head.values()} if self._queue.is_gpu else keys[:1]
+            # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
+            tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
+            kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
+            # A head's products are as large as there are slots.
+            of_head = {(key.tokens <= FEW_ROWS, key.slots): key for key in keys if self._head is not None}
+            tried = {*kinds.values(), *of_head.values()} if self._queue.is_gpu else keys[:1]
             for drafted in tried:
                 self._drafted_step(drafted)
         most = memory.max_slots
-        few = [
-            (1, 1),
-            (1, 2),
-            (2, 17),
-            (min(most, 64), 1),
-            (min(most, 256), 16),
-            (min(most, 512), 8),
-            (most, 4),
-        ]
+        few = [(1, 1), (1, 2), (2, 17), (min(most, 64), 1)]
+        few += [(min(most, 256), 16), (min(most, 512), 8), (most, 4)]
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
             for rows in (1, 16):

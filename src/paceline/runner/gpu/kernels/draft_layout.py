@@ -109,7 +109,7 @@ def choose_drafts(
         slots,
         MAX_SLOTS=256 if slots <= 256 else max(1024, triton.next_power_of_2(slots)),
         MOST=proposals.guess.shape[1],
-        DEPTHS=0 if proposals.each is None else triton.next_power_of_2(proposals.guess.shape[1]),
+        DEPTHS=0 if proposals.each is None else max(2, triton.next_power_of_2(proposals.guess.shape[1])),
         TOKENS_AT=TOKENS,
         FLOOR_AT=FLOOR,
         TRUST_AT=TRUST,

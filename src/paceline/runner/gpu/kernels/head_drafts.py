@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.drafts import EIGHTHS, OF_MODEL
+from paceline.runner.drafts import EIGHTHS, FOLLOWED, OF_MODEL
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.draft_layout import TRUST, Proposals
 from paceline.runner.gpu.kernels.gumbel_sampling import GREEDY_BELOW, noise_in_bits, noise_words
@@ -472,6 +472,7 @@ def merge_guesses(into: Proposals, guesses: Guesses, slots: int, limits: Tensor)
         GUESSED=guesses.token.shape[1],
         SLOTS=_PER_PROGRAM,
         TRUST_AT=TRUST,
+        FOLLOWED=FOLLOWED,
         num_warps=2,
     )
 
@@ -491,6 +492,7 @@ def _merge_kernel(
     GUESSED: tl.constexpr,
     SLOTS: tl.constexpr,
     TRUST_AT: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     present = slot < slots
@@ -499,6 +501,7 @@ def _merge_kernel(
     first = tl.load(guess_kinds + slot * GUESSED, mask=number > 0, other=0)
     trust = tl.load(limits + TRUST_AT + kind, mask=present & (kind >= 0), other=0)
     own = tl.where(kind >= 0, trust.to(tl.float32, bitcast=True), -1.0)
+    own = tl.where(kind == FOLLOWED, 1.0, own)  # it is what the request asked for
     trust = tl.load(limits + TRUST_AT + first, mask=number > 0, other=0).to(tl.float32, bitcast=True)
     taken = (number > 0) & (trust > own)
     tl.store(kinds + slot, first, mask=taken)

@@ -70,9 +70,10 @@ def gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning | None:
     return ProductTuning(columns=64, inner=64, num_stages=4 if rows <= 32 else 3, starts_early=False)
 
 
-def head_tuning(columns: int, inner: int, *, splits: bool = False) -> ProductTuning | None:
-    """The same for a draft head, by reckoning: its matrices are small, and what counts is that enough programs read
-    them. `splits`: the parts of the inner dimension may be left to the next kernel to sum."""
+def small_tuning(columns: int, inner: int, *, splits: bool = False) -> ProductTuning | None:
+    """The same for small matrices, by reckoning: those of a draft head, and of a small model in steps with drafts. What
+    counts is that enough programs read them. `splits`: the parts of the inner dimension may be left to the next kernel
+    to sum."""
     step = 128 if inner % 128 == 0 else 64
     if inner % step or columns % _FEWEST_ROWS:
         return None
