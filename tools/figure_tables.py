@@ -207,6 +207,17 @@ def drafts_simulated() -> list[str]:
     return lines
 
 
+def eviction() -> list[str]:
+    """Hits of the prefix cache by trace, size and order."""
+    orders = ("lru %", "reuse %", "belady %")
+    lines = [_row(["trace", "cache", "lru", "reuse", "belady"]), _rule(5)]
+    for name, note in (("eviction", ""), ("eviction_known", ", next 30 s known")):
+        for run in result(name)["runs"]:
+            title = run["trace"].removesuffix(".jsonl").removesuffix(".tar.gz").replace("_", " ")
+            lines.append(_row([title + note, run["cache"], *(f"{run[order]:.1f} %" for order in orders)]))
+    return lines
+
+
 def step_cost() -> list[str]:
     file = result("step_cost")
     lines = ["| rows | CPU mean us | CPU p99 us |", _rule(3)]
@@ -419,6 +430,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "cpu-short": cpu_short,
     "drafts": drafts,
     "drafts-simulated": drafts_simulated,
+    "eviction": eviction,
     "step-cost": step_cost,
     "startup": startup,
     "policies": policies,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
+    MADE_ON_LOADING,
     ORACLE,
     Capacity,
     DraftConfig,
@@ -168,6 +169,7 @@ class Hardware:
     kv_dtype: str
     kv_bytes: int
     runner: dict[str, str | int]  # what computes steps: its name, and more about it
+    weights: str = "auto"  # --quantization
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -222,6 +224,11 @@ def load_model(
     # Before torch is loaded: mistakes in a model are reported at once.
     path = resolve(model.model, model.revision, model.download_dir)
     checkpoint = open_checkpoint(path, load_format=model.load_format)
+    if model.quantization in MADE_ON_LOADING and checkpoint.quantized:
+        raise ConfigError(
+            f"--quantization {model.quantization}: the weights of this file are quantised already "
+            f"({', '.join(checkpoint.quantized)}); leave it at auto"
+        )
     tokenizer = None if model.skip_tokenizer_init else _tokenizer(model, checkpoint)
 
     from paceline.runner.device import choose_device
@@ -300,7 +307,12 @@ def _on_cpu(
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
     hardware = Hardware(
-        device="cpu", dtype="float32", kv_dtype="float32", kv_bytes=kv_bytes, runner=backend.about
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        kv_bytes=kv_bytes,
+        runner=backend.about,
+        weights=model.quantization,
     )
     step = backend.make_step(config)
     drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
@@ -334,13 +346,7 @@ def _native_backend(
     on_progress: LoadProgress,
 ) -> CPUBackend | str:
     """The native kernels, or why they are not used. Raises ConfigError where they are asked for by name."""
-    made = model.quantization in ("int4", "int8")  # while loading
-    stored = sorted(name for name in checkpoint.stored if name.startswith(("Q", "IQ")))
-    if made and stored:
-        raise ConfigError(
-            f"--quantization {model.quantization}: the weights of this file are quantised already "
-            f"({', '.join(stored)}); leave it at auto"
-        )
+    made = model.quantization in MADE_ON_LOADING
     if model.cpu_backend == "torch":
         if made:
             raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
@@ -512,6 +518,7 @@ def _on_gpu(
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
         kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
         runner={"name": "gpu"},
+        weights=model.quantization,
     )
     return Built(config, runner, hardware, (), CPUWork)
 

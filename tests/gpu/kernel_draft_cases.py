@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.plan import DRAFT_KINDS, draft_depth
+from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, draft_depth
 from paceline.runner.drafts import (
     FATES,
     FOLLOWED,
@@ -82,7 +82,8 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
 
 
 def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
-    return {field.name: getattr(value, field.name).to(device) for field in fields(value)}
+    columns = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: column.to(device) for name, column in columns.items() if column is not None}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:
@@ -145,10 +146,24 @@ def limits_of(width: int, tokens: int, floor: float, trust: NDArray[np.float64])
     return torch.from_numpy(words)
 
 
-def _proposed(slots: int, width: int, vocabulary: int) -> Proposals:
+def _proposed(slots: int, width: int, vocabulary: int, *, of_each: bool = False) -> Proposals:
     kind = torch.where(torch.rand(slots) < 0.8, _draw(0, DRAFT_KINDS, slots), NO_KIND).to(torch.int32)
     number = torch.where(kind >= 0, _draw(0, width + 1, slots), 0).to(torch.int32)
-    return Proposals(kind=kind, number=number, guess=_draw(0, vocabulary, slots, width))
+    each = _draw(0, DRAFT_KINDS, slots, width) if of_each else None
+    if each is not None:
+        each[:, 0] = kind
+    return Proposals(kind=kind, number=number, guess=_draw(0, vocabulary, slots, width), each=each)
+
+
+def _chances(made: Proposals, slot: int, trust: list[float]) -> list[float]:
+    """Of the drafts of a slot, each with those before it."""
+    if made.each is None:
+        kinds = [int(made.kind[slot])] * made.guess.shape[1]
+    else:
+        kinds = made.each[slot].tolist()
+    usable = [trust[kind] if trust[kind] > LEAST_CHANCE else 0.0 for kind in kinds]
+    found: list[float] = np.cumprod(np.array(usable, np.float32)).tolist()
+    return found
 
 
 def reference_choice(
@@ -165,13 +180,16 @@ def reference_choice(
             wanted.append(0)
         else:
             depth = draft_depth(trust[kind], floor, width)
+            if made.each is not None:
+                least = max(np.float32(floor), np.float32(LEAST_CHANCE))
+                depth = min(sum(bool(chance >= least) for chance in _chances(made, slot, trust)), width)
             wanted.append(max(0, min(depth, int(made.number[slot]), room)))
     if sum(max(number, 0) for number in wanted) <= budget:
         return wanted
     ranked = sorted(
-        (-(trust[int(made.kind[slot])] ** (depth + 1)), slot)
+        (-chance, slot)
         for slot, number in enumerate(wanted)
-        for depth in range(number)
+        for chance in _chances(made, slot, trust)[: max(number, 0)]
     )
     kept = [min(number, 0) for number in wanted]
     for _, slot in ranked[:budget]:
@@ -179,11 +197,13 @@ def reference_choice(
     return kept
 
 
-def check_layout(device: str, *, rows: int, width: int, limit: int, budget: int, floor: float) -> None:
+def check_layout(
+    device: str, *, rows: int, width: int, limit: int, budget: int, floor: float, of_each: bool = False
+) -> None:
     """Which drafts are taken, and that every token of the step is where its row has it."""
     host, vocabulary = random_rows(rows, vocabulary=90), 90
     slot_rows = torch.cat([torch.randperm(rows - 1), torch.full((3,), rows - 1)]).to(torch.int32)
-    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary)
+    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary, of_each=of_each)
     trust = np.round(np.random.default_rng(rows + budget).uniform(0.0, 1.0, DRAFT_KINDS), 3)
     trust[::5] = 1.0
     there = Proposals(**_sent(made, device))
@@ -269,17 +289,19 @@ def reference_verify(
             compared, equal = 1, int(int(made.guess[slot, 0]) == got[0])
             if count > 1:
                 compared, equal = min(len(got), count - 1), min(len(got) - 1, count - 1)
-            tally[kind] += compared
-            tally[DRAFT_KINDS + kind] += equal
+            for depth in range(compared):
+                own = kind if made.each is None else int(made.each[slot, depth])
+                tally[own] += 1
+                tally[DRAFT_KINDS + own] += depth < equal
             tally[2 * DRAFT_KINDS + kind] += 1
             fate[row] = WHOLLY if equal == compared else PARTLY if equal else MISSED
     return report, tally
 
 
-def check_verify(device: str, *, rows: int, width: int) -> None:
+def check_verify(device: str, *, rows: int, width: int, of_each: bool = False) -> None:
     host, vocabulary = random_rows(rows, vocabulary=40), 40
     slot_rows = torch.cat([torch.randperm(rows - 1), torch.full((2,), rows - 1)]).to(torch.int32)
-    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary)
+    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary, of_each=of_each)
     layout = allocate_layout(slots, (width + 1) * slots, "cpu")
     ids = _draw(0, vocabulary, (width + 1) * slots + 1)
     first = 0

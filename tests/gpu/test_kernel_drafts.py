@@ -44,9 +44,13 @@ def test_the_likeliest_drafts_are_laid_out(
     rows: int, width: int, limit: int, share: float, floor: float
 ) -> None:
     budget = int(rows * share)
-    cases.check_layout("cuda", rows=rows, width=width, limit=limit, budget=budget, floor=floor)
+    for of_each in (False, True):
+        cases.check_layout(
+            "cuda", rows=rows, width=width, limit=limit, budget=budget, floor=floor, of_each=of_each
+        )
 
 
 @pytest.mark.parametrize("width", [1, 4, 7, 15])
 def test_drafts_count_as_far_as_they_are_right(width: int) -> None:
     cases.check_verify("cuda", rows=1300, width=width)
+    cases.check_verify("cuda", rows=1300, width=width, of_each=True)

@@ -45,7 +45,9 @@ from tests.torch.test_model_drafts import Silent, random_head
 
 WIDTH = 3
 VOCABULARY, KNOWN = 64, 48  # tokens, and those that heads guess
-Guessed = dict[tuple[int, ...], tuple[int, ...]]  # by the tokens of a row
+Guessed = dict[
+    tuple[int, ...], tuple[int, ...]
+]  # by the seed of a row, or 0 if it draws none, and its tokens
 
 
 def params(**given: object) -> SamplingParams:
@@ -116,7 +118,8 @@ class Guessing:
                 number, length = int(head._guesses.number[slot]), int(rows.length[row])
                 if number and bool(rows.active[row]):
                     found = head._guesses.token[slot, :number].tolist()
-                    self.guessed[tuple(rows.tokens[row, :length].tolist())] = tuple(found)
+                    seed = int(head._draws.seed[row]) if head._draws.temperature[row] else 0
+                    self.guessed[seed, *rows.tokens[row, :length].tolist()] = tuple(found)
 
         head.guess = listen  # type: ignore[method-assign]
 
@@ -135,8 +138,10 @@ class Listening(ModelDrafter):
         found = super().propose(rows, plan, at)
         for row in at.tolist():
             if row in self._guesses:
-                text = tuple(rows.tokens[row, : rows.num_tokens[row]].tolist())
-                self.guessed[text] = tuple(token for token, _ in self._guesses[row])
+                assert self._sampler is not None
+                parameters, text = self._sampler._parameters, rows.tokens[row, : rows.num_tokens[row]]
+                seed = int(parameters.key[row : row + 1].view(np.int64)[0]) if parameters.random[row] else 0
+                self.guessed[seed, *text.tolist()] = tuple(token for token, _ in self._guesses[row])
         return found
 
 

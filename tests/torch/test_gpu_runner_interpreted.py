@@ -7,7 +7,6 @@ host plans ahead. tests/gpu has whole engines on the card.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
 from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
-from paceline.models.layers import DenseLinear, Linear
-from paceline.models.load import DenseStorage, build_decoder
+from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.build import DeviceStorage
@@ -35,7 +33,6 @@ from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.gpu.step_times import with_pace
 from paceline.runner.kv_tensors import KVTensors
 from paceline.runner.torch_step import TorchStep
-from tests.gpu.kernel_references import reference_scaled_rows
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -98,13 +95,7 @@ Logprobs = dict[tuple[int, int], RowLogprobs]  # by request and position
 
 
 def generate(
-    folder: Path,
-    *,
-    on_gpu: bool,
-    depth: int,
-    kv_dtype: torch.dtype | None = None,
-    quantization: str = "auto",
-    storage: DenseStorage | None = None,
+    folder: Path, *, on_gpu: bool, depth: int, kv_dtype: torch.dtype | None = None
 ) -> tuple[dict[int, list[int]], Logprobs]:
     checkpoint = open_checkpoint(folder, load_format="dummy")
     config = EngineConfig(
@@ -115,10 +106,10 @@ def generate(
     ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
     runner: Runner
     if on_gpu:
-        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32, quantization)).parts
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
         runner = GPURunner(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
     else:
-        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512, storage), config.kv), ends)
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
     engine = build_engine(config, runner, guide_maker=ScriptedMaker(checkpoint.spec.vocab_size))
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}
@@ -183,49 +174,6 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert expected != plain, "eight bits make a difference, or this test says nothing"
     exact_fp8(monkeypatch)
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
-
-
-class RoundedLinear:
-    """A product whose weights and inputs are rounded to eight bits, row by row."""
-
-    def __init__(self, weight: torch.Tensor, kind: torch.dtype) -> None:
-        self._kind = kind
-        self._weight = self._rounded(weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._rounded(x) @ self._weight.T
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        rows = reference_scaled_rows(x, self._kind)
-        return rows.q.float() * rows.scale[:, None]
-
-
-class RoundedStorage(DenseStorage):
-    """The layers' matrices as eight bits would keep them; embedding and head stay."""
-
-    def __init__(self, kind: torch.dtype) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None) -> Linear:
-        dense = super().linear(weights, bias)
-        assert isinstance(dense, DenseLinear) and bias is None
-        if weights[0].name.startswith("model.layers."):
-            return RoundedLinear(dense.weight, self._kind)
-        return dense
-
-
-@pytest.mark.parametrize("quantization, kind", [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
-def test_tokens_with_weights_of_eight_bits_are_those_of_a_cpu_that_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, kind: torch.dtype
-) -> None:
-    """One row and many, chunks of prompts and decode steps: weights and inputs are rounded the same everywhere."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    plain, _ = generate(tmp_path, on_gpu=False, depth=0)
-    expected, _ = generate(tmp_path, on_gpu=False, depth=0, storage=RoundedStorage(kind))
-    assert expected != plain, "eight bits make a difference, or this test says nothing"
-    exact_fp8(monkeypatch)
-    assert generate(tmp_path, on_gpu=True, depth=1, quantization=quantization)[0] == expected
 
 
 def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:

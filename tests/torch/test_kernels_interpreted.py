@@ -17,7 +17,7 @@ from paceline.runner.gpu.kernels.gumbel_sampling import (
     allocate_candidates,
     sample,
 )
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning, head_tuning
 from paceline.runner.gpu.kernels.step_rows import DrawnTokens, RowColumns, update_rows
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_row_cases as row_cases
@@ -166,6 +166,14 @@ def test_logprobs_are_those_of_the_definition(vocabulary: int, dtype: torch.dtyp
 def test_skinny_product(rows: int, parts: int, gated: bool) -> None:
     tuning = ProductTuning(columns=16, inner=64, parts=parts, num_warps=1, rows=16)  # 19: two programs
     small.check_skinny_product(SMALL, rows, 32, 256, tuning, gated=gated)
+
+
+@pytest.mark.parametrize(("columns", "inner", "parts"), [(48, 192, 3), (64, 128, 1), (16, 256, 2)])
+def test_products_of_a_head_are_cut_to_fit(columns: int, inner: int, parts: int) -> None:
+    tuning = head_tuning(columns, inner, splits=True)
+    assert tuning is not None and tuning.parts == parts
+    small.check_skinny_product(SMALL, 3, columns, inner, tuning)
+    assert head_tuning(columns + 1, inner) is None and head_tuning(columns, inner + 1) is None
 
 
 @pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True)])

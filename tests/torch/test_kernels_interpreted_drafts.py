@@ -46,8 +46,10 @@ def test_what_is_certain_comes_before_other_drafts() -> None:
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 def test_the_likeliest_drafts_are_laid_out(budget: int, floor: float) -> None:
     cases.check_layout("cpu", rows=40, width=7, limit=5, budget=budget, floor=floor)
+    cases.check_layout("cpu", rows=40, width=7, limit=5, budget=budget, floor=floor, of_each=True)
 
 
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_drafts_count_as_far_as_they_are_right(width: int) -> None:
     cases.check_verify("cpu", rows=150, width=width)
+    cases.check_verify("cpu", rows=150, width=width, of_each=True)

@@ -21,6 +21,7 @@ MODES = ("continuous", "dynamic", "static")
 # pages load no numpy.
 _POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
 POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
+EVICTIONS = ("reuse", "lru")
 PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -86,6 +87,11 @@ class KVConfig:
         also=("--host-blocks",),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
+    eviction: str = option(
+        "reuse",
+        "which cached prefix goes first: the least likely to be used again soon, or the least recently used",
+        choices=EVICTIONS,
+    )
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
     def __post_init__(self) -> None:
@@ -471,8 +477,8 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding: off, auto, ngram, history, or a JSON object with method (on a CPU also eagle, medusa, "
-        "draft_model), model and num_speculative_tokens",
+        "speculative decoding: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, and on a "
+        "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")

@@ -195,6 +195,7 @@ class RowLogprobs:
     rank: int  # 1 is the likeliest
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    is_drafted: bool = False  # it came as a draft that was right; the scheduler says so
 
 
 @value

@@ -8,7 +8,7 @@ takes writes that are never read and is never handed out. Knows nothing of reque
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ REMEMBERED = 512  # of the blocks that were evicted last
 
 
 class EvictionOrder(Protocol):
-    """Which cached, unreferenced block goes next."""
+    """Which cached block that no row holds goes next. An order that learns also hears what becomes of prefixes."""
 
     def add(self, blocks: Iterable[int]) -> None: ...
     def remove(self, block: int) -> None: ...
@@ -28,8 +28,36 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
 
+    def entered(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Blocks can be hit from now on, under these names."""
+        return None
 
-class LeastRecentlyFreed:
+    def used(self, blocks: Sequence[int]) -> None:
+        """A request hits these blocks; those that are free are removed next."""
+        return None
+
+    def evicted(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """What was picked is gone."""
+        return None
+
+    def want(self, block: int) -> None:
+        """A waiting request will hit this block."""
+        return None
+
+    def miss(self, name: bytes) -> None:
+        """A waiting request would hit a block of this name, but there is none."""
+        return None
+
+    def num_wanted(self) -> int:
+        """Blocks that waiting requests will hit."""
+        return 0
+
+    def unwant(self, block: int) -> None:
+        """No waiting request will any more."""
+        return None
+
+
+class LeastRecentlyFreed(EvictionOrder):
     """The block that was set free longest ago goes first."""
 
     def __init__(self) -> None:

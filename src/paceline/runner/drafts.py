@@ -40,6 +40,7 @@ LENGTHS = 4  # of matches with earlier texts that are told apart
 # The first kind of draft from a model: its probability in eighths. Where there is a model, drafts from earlier texts
 # are told apart by the length of the match alone, so that 32 kinds are enough.
 OF_MODEL, EIGHTHS = OF_HISTORY + LENGTHS, 8
+NO_STATE = -2  # of a row, from no token: not even from the one before its first
 # The kinds of draft from a prediction: where the row has just got a token of it, and where it was found again.
 FOLLOWED, FOUND = DRAFT_KINDS - 2, DRAFT_KINDS - 1
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.engine import HEAD_KINDS, MODEL_METHODS, Capacity, DraftConfig, EngineConfig, ModelConfig
+from paceline.config.engine import (
+    HEAD_KINDS,
+    MADE_ON_LOADING,
+    MODEL_METHODS,
+    Capacity,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+)
 from paceline.errors import ConfigError
 from paceline.models.files.draft_head import HeadFiles, head_kind, open_head
 from paceline.models.files.fetch import resolve
@@ -48,7 +56,7 @@ def why_torch(model: ModelConfig, guesser: HeadFiles | Checkpoint) -> str:
         raise ConfigError(
             f"--cpu-backend native computes no {name}; leave it at auto, or use drafts without a model"
         )
-    if model.quantization in ("int4", "int8"):
+    if model.quantization in MADE_ON_LOADING:
         raise ConfigError(
             f"--quantization {model.quantization} needs the native CPU kernels, which compute no {name}"
         )

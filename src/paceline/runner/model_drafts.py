@@ -22,7 +22,7 @@ from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, DraftTally, StepPlan
 from paceline.models.draft_head import DraftNet
 from paceline.runner.attention import StepAttention
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, one_token_each, part_of
-from paceline.runner.drafts import EIGHTHS, OF_MODEL, Counts, NgramDrafter
+from paceline.runner.drafts import EIGHTHS, NO_STATE, OF_MODEL, Counts, NgramDrafter
 from paceline.runner.sampling.sampler import Sampler
 from paceline.runner.torch_step import TorchStep
 
@@ -33,7 +33,6 @@ PATIENCE, EVERY = (
     16,
     64,
 )  # after so many steps in which no draft was worth its time, it is asked in one of so many
-NO_STATE = -2  # no position: not even the one before a row's first token
 MOST_FAILURES = 3  # steps in which it gives no numbers
 
 _logger = logging.getLogger("paceline")

@@ -16,7 +16,7 @@ def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
 
 
-class LargestFirst:
+class LargestFirst(EvictionOrder):
     """Another order behind the seam: the highest block number goes. Strict about what it is told."""
 
     def __init__(self) -> None:

@@ -250,7 +250,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("num_key_value_heads of 3 does not divide", {"num_key_value_heads": 3}),
     ("hidden_act 'relu' is not supported; supported are silu", {"hidden_act": "relu"}),
     ("mlp_bias is true", {"mlp_bias": True}),
-    ("quantization_config is set; use the unquantised", {"quantization_config": {"bits": 4}}),
     ("rms_norm_eps must be a finite number above 0", {"rms_norm_eps": 0}),
     ("eos_token_id must be a token id or a list", {"eos_token_id": ["</s>"]}),
     ("eos_token_id must be a token id or a list", {"eos_token_id": []}),

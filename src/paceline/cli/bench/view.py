@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.cli.doctor import gather
 from paceline.cli.flags import write_json
 from paceline.cli.terminal import columns
+from paceline.config.engine import MADE_ON_LOADING
 from paceline.lab.bench.machine import accelerator, source_commit, triton_version
 from paceline.lab.bench.tables import Grid, rounded, split_grid
 
@@ -51,6 +52,8 @@ class Report:
         # Such figures stand beside others only with a word that says so.
         is_own = self.engine["kv_cache_dtype"] == self.engine["dtype"]
         kv = "" if is_own else f", KV cache in {self.engine['kv_cache_dtype']}"
+        if self.engine.get("quantization") in MADE_ON_LOADING:
+            kv = f", weights in {self.engine['quantization']}{kv}"
         starts = [self.startup_s, *(engine["startup_s"] for engine in self.further)]
         seconds = " / ".join(f"{start:.2f}" for start in starts)
         return f"{self.model} on {where}{kv}, ready after {seconds} s"

@@ -22,7 +22,9 @@ from paceline.errors import (
     QueueFull,
 )
 from paceline.factory import build_engine
+from paceline.kv.block_pool import BlockPool
 from paceline.lab.measure import Meter, StepMeter
+from paceline.lab.sim.belady import Arrivals, pools_with
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
 from paceline.lab.sim.runner import SimulatedDrafts, TimedRunner
@@ -64,6 +66,7 @@ class Replica:
         *,
         aborts: Aborts | None = None,
         recorder: StepRecorder | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.number = number
         self.clock = ManualClock()
@@ -94,6 +97,7 @@ class Replica:
             clock=self.clock,
             hooks=NoHooks(),
             recorder=recorder,
+            make_pool=BlockPool if arrivals is None else pools_with(arrivals),
             make_checker=InvariantChecker if config.check else None,
         )
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)

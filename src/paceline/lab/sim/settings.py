@@ -80,6 +80,7 @@ class SimConfig:
     forecasts: bool = False  # ask of every request when its first token would come
     faults: FaultSpec = field(default_factory=FaultSpec)
     acceptance: Acceptance | None = None  # which drafts are right, where the engine makes any
+    clairvoyant: bool = False  # eviction knows what will arrive
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
 
@@ -118,6 +119,7 @@ class SimConfig:
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.text}),
+            **({"clairvoyant": True} if self.clairvoyant else {}),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),

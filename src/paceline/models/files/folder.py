@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.models.files.config_fields import CheckpointError, Fields, read_json, shown
 from paceline.models.files.hf_config import spec_from_config
+from paceline.models.files.quantized_folder import QuantizedFiles, Scheme, read_scheme
 from paceline.models.files.safetensors import SafetensorsFile, SafetensorsFiles
 from paceline.models.spec import ModelSpec
 
@@ -56,6 +57,16 @@ class ModelFolder:
     def json(self, name: str) -> dict[str, object] | None:
         path = self.file(name)
         return None if path is None else read_json(path)
+
+    @cached_property
+    def scheme(self) -> Scheme | None:
+        """How its config.json says that weights are quantised."""
+        return read_scheme(self.config, str(self.path / CONFIG))
+
+    def files(self) -> SafetensorsFile | SafetensorsFiles | QuantizedFiles:
+        """Its tensors, quantised matrices as one each."""
+        scheme = self.scheme  # before anything is opened
+        return self.weights() if scheme is None else QuantizedFiles(self.weights(), scheme)
 
     def weights(self) -> SafetensorsFile | SafetensorsFiles:
         single = self.file(WEIGHTS)

@@ -290,8 +290,6 @@ def _refuse_unsupported(config: Fields) -> None:
     for name in ("mlp_bias", "use_bidirectional_attention"):
         if config.flag(name, False):
             config.refuse(name, "is true, which is not supported")
-    if config.has("quantization_config"):
-        config.refuse("quantization_config", "is set; use the unquantised model, or a GGUF file of it")
 
 
 def _layer_types(config: Fields, family: Family, layers: int) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.gguf_model import spec_from_gguf
 from paceline.models.files.layout import Piece, locate_in_folder, locate_in_gguf
+from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (
     FALLBACK,
     GenerationDefaults,
@@ -85,6 +86,11 @@ class Checkpoint:
     def tensor(self, name: str) -> StoredTensor:
         return self.tensors[name]()
 
+    @property
+    def quantized(self) -> list[str]:
+        """The types of its matrices that are quantised in the files."""
+        return sorted(name for name in self.stored if name.startswith(("Q", "IQ")) or name in KINDS)
+
 
 def open_checkpoint(path: Path | str, *, load_format: str = "auto") -> Checkpoint:
     """The model at `path`, with everything its files claim checked."""
@@ -114,7 +120,7 @@ def _open(path: Path, load_format: str) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     folder = ModelFolder(path)
-    spec, files = folder.spec, folder.weights()
+    spec, files = folder.spec, folder.files()
     pieces = locate_in_folder(spec, files.entries, str(path))
     return Checkpoint(
         spec=spec,
@@ -148,6 +154,11 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_dummy(path: Path) -> Checkpoint:
     """Only the description is read; for measuring a model whose weights are not here."""
     folder = ModelFolder(path)
+    if folder.scheme is not None:
+        raise CheckpointError(
+            f"{path}: the model is quantised, and random weights are not; leave quantization_config out of its "
+            "config.json and give --quantization"
+        )
     return Checkpoint(
         spec=folder.spec,
         path=path,

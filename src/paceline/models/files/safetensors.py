@@ -32,6 +32,8 @@ TYPE_BYTES = {
 }
 WEIGHT_TYPES = ("F32", "F16", "BF16", "F64")
 INTEGER_TYPES = {"I32": "<i4", "I64": "<i8"}
+# Of what quantised matrices consist of; e4m3 as bytes.
+QUANTIZED_TYPES = {"I8": "<i1", "F8_E4M3": "<u1", **INTEGER_TYPES}
 WRITTEN_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "bool": "BOOL"}
 
 
@@ -51,6 +53,14 @@ class SafetensorsFile:
             )
         raw = self._bytes[entry.begin : entry.end]
         return StoredTensor(name=name, shape=entry.shape, dtype=entry.dtype, raw=raw, decode=decode_float)
+
+    def numbers(self, name: str) -> NDArray[np.generic]:
+        """A tensor as it is stored: whole numbers as such, e4m3 as bytes, other floats as float32."""
+        entry = self.entries[name]
+        if entry.dtype not in QUANTIZED_TYPES:
+            return self.tensor(name).to_float32()
+        raw = np.array(self._bytes[entry.begin : entry.end])  # a file may begin it at an odd address
+        return raw.view(QUANTIZED_TYPES[entry.dtype]).reshape(entry.shape)
 
     def integers(self, name: str) -> NDArray[np.int64]:
         """A tensor that is no weight: numbers of tokens, say."""
@@ -139,6 +149,9 @@ class SafetensorsFiles:
 
     def tensor(self, name: str) -> StoredTensor:
         return self._owners[name].tensor(name)
+
+    def numbers(self, name: str) -> NDArray[np.generic]:
+        return self._owners[name].numbers(name)
 
     def integers(self, name: str) -> NDArray[np.int64]:
         return self._owners[name].integers(name)

@@ -24,12 +24,14 @@ from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
-from paceline.models.files.stored import StoredTensor
+from paceline.models.files.records import FP8, INT8, KINDS, record_of
+from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.gpu.linears import ScaledLinear, fits_eight_bits, quantized
 
@@ -49,7 +51,8 @@ def choose_dtype(model: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
         return torch.bfloat16
     if model.dtype != "auto":
         return _TYPES[model.dtype]
-    return torch.float16 if set(checkpoint.stored) & {"F16"} else torch.bfloat16
+    is_half = "F16" in checkpoint.stored and not set(checkpoint.stored) & set(KINDS)
+    return torch.float16 if is_half else torch.bfloat16
 
 
 def choose_kv_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -176,6 +179,7 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What eight bits would harm most for what they spare.
 _KEPT = ("embed_tokens.weight", "lm_head.weight")
 _QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_FILES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 
 
 class DeviceStorage:
@@ -184,23 +188,53 @@ class DeviceStorage:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> None:
         self._device, self._dtype = device, dtype
+        self._quantization = quantization
         self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         if len(weights) == 1 and weights[0].name in self._tables:
             return DenseLinear(self._tables[weights[0].name])
+        bias = None if bias is None else bias.to(self._device, self._dtype)
+        kept = self._kept(weights)
+        if kept is not None:
+            return ScaledLinear(kept, bias)
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        bias = None if bias is None else bias.to(self._device, self._dtype)
         name = weights[0].name
-        if self._eight_bits is not None and not name.endswith(_KEPT) and ".experts." not in name:
+        if self._eight_bits is not None and not name.endswith(_KEPT) and not self._is_expert(weights):
             return self._scaled(matrix, bias, name)
         return DenseLinear(matrix, bias)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         # Only its table is used: `forward` picks rows of it.
         return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
+
+    def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | None:
+        """Matrices of eight bits with a scale per row, as the file has them; None for others, which are unpacked."""
+        kinds = {weight.dtype for weight in weights}
+        if (
+            self._quantization == "none"
+            or len(kinds) > 1
+            or not kinds <= set(_FILES)
+            or self._is_expert(weights)
+        ):
+            return None
+        records = [record_of(weight) for weight in weights]
+        fits = all(fits_eight_bits(*record.q.shape) and record.scale.shape[1] == 1 for record in records)
+        if not fits or (self._device.type == "cuda" and self._dtype != torch.bfloat16):
+            return None
+        dtype = _FILES[kinds.pop()]
+        for weight, record in zip(weights, records, strict=True):
+            if dtype == torch.float8_e4m3fn and ((record.q & 127) == 127).any():
+                check_finite(np.full(1, np.nan, np.float32), weight.name)
+        q = torch.cat([torch.from_numpy(record.q) for record in records]).to(self._device)
+        scale = torch.cat([torch.from_numpy(record.scale[:, 0].copy()) for record in records])
+        return ScaledWeight(q.view(dtype), scale.to(self._device))
+
+    @staticmethod
+    def _is_expert(weights: Sequence[StoredTensor]) -> bool:
+        return ".experts." in weights[0].name
 
     def _scaled(self, matrix: Tensor, bias: Tensor | None, name: str) -> Linear:
         assert self._eight_bits is not None

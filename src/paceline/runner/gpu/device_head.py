@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.core.plan import RowCopies, RowJoins
 from paceline.models.files.draft_head import EMBEDDING, LAYER, HeadFiles
 from paceline.models.spec import FurtherLayer, ModelSpec
+from paceline.runner.drafts import NO_STATE
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.kernels.decode_attention import (
     allocate_partials,
@@ -47,10 +48,16 @@ from paceline.runner.gpu.kernels.head_drafts import (
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces, rope_kv_write
+from paceline.runner.gpu.kernels.skinny_product import (
+    MAX_PARTS,
+    MAX_ROWS,
+    ProductTuning,
+    head_tuning,
+    skinny_product,
+)
 from paceline.runner.gpu.kernels.step_rows import StepTokens, allocate_step_tokens, decode_inputs
 from paceline.runner.gpu.kv_pools import KVPools, on_device
 from paceline.runner.gpu.row_memory import RowMemory
-from paceline.runner.model_drafts import NO_STATE
 
 
 def further_layers(files: HeadFiles | None) -> tuple[FurtherLayer, ...]:
@@ -223,6 +230,7 @@ class DeviceEagle(DeviceHead):
         self._state, self._normed = self._room(slots, hidden), self._room(slots, hidden)
         self._wide = self._room(slots, 2 * layer.intermediate_size)
         self._narrow = self._room(slots, layer.intermediate_size)
+        self._parts = self._room(MAX_PARTS * min(slots, MAX_ROWS) * hidden, dtype=torch.float32)
         self._multiprocessors = 1
         if self._device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -238,11 +246,11 @@ class DeviceEagle(DeviceHead):
     def follow(self, tokens: StepTokens, token_rows: Tensor, hidden: Tensor, *, overlapped: bool) -> Tensor:
         count = len(token_rows)
         behind, x, product = self._fused[:count], self._x[:count], self._keys[:count]
-        torch.mm(self._decoder.tapped[:count], self._weights["fc.weight"].T, out=behind)
+        self._times(self._decoder.tapped[:count], self._weights["fc.weight"], behind, overlapped)
         head_inputs(x, tokens, token_rows, self._inputs, self._kept, behind=behind)
         # There is one layer: keys and values need nothing that attention gives, and no queries.
         queries = len(self._qkv) - product.shape[1]
-        torch.mm(x, self._qkv[queries:].T, out=product)
+        self._times(x, self._qkv[queries:], product, overlapped)
         self._turn(self._query[:1, :0].expand(count, -1, -1), product, tokens, overlapped)
         return behind
 
@@ -264,7 +272,7 @@ class DeviceEagle(DeviceHead):
             next_inputs(x, tokens, self._inputs, state)
         else:
             head_inputs(x, tokens, slot_rows, self._inputs, self._kept, states=state)
-        product = torch.mm(x, self._qkv.T, out=self._product[:count])
+        product = self._times(x, self._qkv, self._product[:count], overlapped)
         query, out = self._query[:count], self._out[:count]
         self._turn(query, product, tokens, overlapped)
         decode_attention(
@@ -278,15 +286,48 @@ class DeviceEagle(DeviceHead):
             tuning=tuning,
         )
         output, down = weights[f"{LAYER}self_attn.o_proj.weight"], weights[f"{LAYER}mlp.down_proj.weight"]
-        torch.addmm(state, out.view(count, -1), output.T, out=state)
+        update = self._update(out.view(count, -1), output, state, overlapped)
         norm = weights[f"{LAYER}post_attention_layernorm.weight"]
-        residual_norm(normed, state, None, norm, epsilon=epsilon, overlapped=overlapped)
-        wide = torch.mm(normed, self._gate_up.T, out=self._wide[:count])
+        residual_norm(normed, state, update, norm, epsilon=epsilon, overlapped=overlapped)
+        update = self._update(self._fed(normed, overlapped), down, state, overlapped)
+        residual_norm(normed, state, update, weights["norm.weight"], epsilon=epsilon, overlapped=overlapped)
+        return self._times(normed, weights["lm_head.weight"], self._logits[:count], overlapped)
+
+    # -- products: few rows through our own kernel, which need not wait for the one before it to end ---------------
+
+    def _tuning(self, x: Tensor, columns: int, *, splits: bool = False) -> ProductTuning | None:
+        if len(x) > MAX_ROWS or x.dtype == torch.float32:
+            return None
+        return head_tuning(columns, x.shape[1], splits=splits)
+
+    def _times(self, x: Tensor, weight: Tensor, out: Tensor, overlapped: bool) -> Tensor:
+        tuning = self._tuning(x, len(weight))
+        if tuning is None:
+            return torch.mm(x, weight.T, out=out)
+        skinny_product(out, x, weight, tuning=tuning, overlapped=overlapped)
+        return out
+
+    def _update(self, x: Tensor, weight: Tensor, state: Tensor, overlapped: bool) -> Tensor | None:
+        """A product that is added to `state`: in parts that the next norm adds, or at once."""
+        tuning = self._tuning(x, len(weight), splits=True)
+        if tuning is None:
+            torch.addmm(state, x, weight.T, out=state)
+            return None
+        parts = self._parts[: tuning.parts * state.numel()].view(tuning.parts, *state.shape)
+        into = parts if tuning.parts > 1 else parts[0]  # in float32 too
+        skinny_product(into, x, weight, tuning=tuning, overlapped=overlapped)
+        return parts
+
+    def _fed(self, normed: Tensor, overlapped: bool) -> Tensor:
+        count = len(normed)
         narrow = self._narrow[:count]
-        gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
-        torch.addmm(state, narrow, down.T, out=state)
-        residual_norm(normed, state, None, weights["norm.weight"], epsilon=epsilon, overlapped=overlapped)
-        return torch.mm(normed, weights["lm_head.weight"].T, out=self._logits[:count])
+        tuning = self._tuning(normed, narrow.shape[1]) if self._activation == "silu" else None
+        if tuning is None:
+            wide = torch.mm(normed, self._gate_up.T, out=self._wide[:count])
+            gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
+        else:
+            skinny_product(narrow, normed, self._gate_up, tuning=tuning, gated=True, overlapped=overlapped)
+        return narrow
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         queries = len(self._qkv) - self._keys.shape[1]

@@ -208,9 +208,10 @@ class GPURunner:
         ]
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
-            for rows in {min(count, most) for count in (1, 16)}:
-                spans = spans_of(max(largest - rows, 1), scheduler.max_model_len)
-                self._run(self._rows.dummy_batch(*spans, num_decode=rows))
+            for rows in (1, 16):
+                number, count = spans_of(max(largest - rows, 1), scheduler.max_model_len)
+                if rows + number <= most:
+                    self._run(self._rows.dummy_batch(number, count, num_decode=rows))
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
                 self._run(self._rows.dummy_batch(number, count))

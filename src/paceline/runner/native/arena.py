@@ -1,7 +1,7 @@
 """A model's weights as panels, in one piece of memory.
 
-Quantised tensors of a file stay quantised: Q4_0, Q4_1 and Q4_K as 4 bits, all others as 8; dense ones keep their type,
-or are quantised here if the user wants it.
+Quantised tensors of a file stay quantised: Q4_0, Q4_1, Q4_K and INT4 as 4 bits, all others as 8; dense ones keep their
+type, or are quantised here if the user wants it.
 Repacking moves whole words and runs in threads; what has been read of the file is let go of behind it.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.open import MADE_UP
+from paceline.models.files.records import INT4, INT8, Record, record_of
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.spec import ModelSpec
 from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, GROUP, Q4, Q8, panel_bytes
@@ -29,7 +30,7 @@ Halves = NDArray[np.float16]
 ALIGNED = 64
 ROUTER = "mlp.gate.weight"
 _DENSE = {"F32": F32, "F16": F16, "BF16": BF16, MADE_UP: F32}
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", INT4)
 # What 4 bits would harm most; files have more bits for them too.
 _EIGHT_AT_LEAST = ("embed_tokens.weight", "lm_head.weight")
 
@@ -133,6 +134,8 @@ def _four_bits(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halves, Halves
     rows = tensor.shape[0]
     if tensor.dtype == "Q4_K":
         return _four_bits_of_k(tensor)
+    if tensor.dtype == INT4:
+        return _four_bits_of_record(record_of(tensor), tensor.name)
     if tensor.dtype not in _FOUR_BITS:
         return _four_bits_of_floats(tensor)
     head = 2 if tensor.dtype == "Q4_0" else 4
@@ -172,12 +175,33 @@ def _four_bits_of_k(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halves, H
     return np.ascontiguousarray(nibbles[..., :16] | nibbles[..., 16:] << 4).view(np.uint32), scale, offset
 
 
+def _four_bits_of_record(record: Record, name: str) -> tuple[NDArray[np.uint32], Halves, Halves]:
+    """Groups of 32 to a whole row become groups of 32 with the same scale."""
+    nibbles = record.nibbles().reshape(len(record.q), -1, GROUP)
+    assert record.offset is not None, name
+    with np.errstate(over="ignore"):
+        scale, offset = (
+            _spread(values, record.inner).astype(np.float16) for values in (record.scale, record.offset)
+        )
+    return np.ascontiguousarray(nibbles[..., :16] | nibbles[..., 16:] << 4).view(np.uint32), scale, offset
+
+
+def _spread(values: Floats, inner: int) -> Floats:
+    """Numbers [outputs, groups] for groups of 32."""
+    return np.repeat(values, inner // GROUP // values.shape[1], axis=1)
+
+
 def _eight_bits(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halves]:
     """Words [outputs, groups, 8] of signed bytes, and scales. What is no Q8_0 is rounded anew."""
     rows = tensor.shape[0]
     if tensor.dtype == "Q8_0":
         blocks = tensor.raw.reshape(rows, -1, 34)
         return np.ascontiguousarray(blocks[:, :, 2:]).view(np.uint32), _halves(blocks[:, :, :2])
+    record = record_of(tensor) if tensor.dtype == INT8 else None
+    if record is not None and (record.q.view(np.int8) > -128).all():  # the kernels know no -128
+        with np.errstate(over="ignore"):
+            scale = _spread(record.scale, record.inner).astype(np.float16)
+        return record.q.reshape(rows, -1, GROUP).view(np.uint32), scale
     grouped = _groups(tensor)
     with np.errstate(over="ignore"):
         scale = (np.abs(grouped).max(axis=-1) / 127).astype(np.float16)

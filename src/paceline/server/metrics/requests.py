@@ -294,6 +294,7 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "num_preemptions", "Preemptions of running requests.", stats.counters.preempted
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "kv_blocks_evicted", "KV blocks whose cached prefix was evicted.", stats.counters.evicted_blocks
     yield "spec_decode_num_drafts", "Times a request had drafts verified in a step.", stats.counters.drafts
     yield "spec_decode_num_draft_tokens", "Drafts verified.", stats.counters.draft_tokens
     yield (

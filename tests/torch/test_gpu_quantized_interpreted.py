@@ -1,0 +1,127 @@
+"""Quantised weights in the runner of the GPU, through Triton's interpreter: what a CPU gives that rounds the same.
+
+A tiny model whose layers weigh much, so that rounding shows. Prompts come in chunks of more rows than products for few
+rows take, then rows decode together, and the last one alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.torch.interpreted import exact_fp8, reason_to_skip
+
+if reason := reason_to_skip():
+    pytest.skip(reason, allow_module_level=True)
+
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.plan import Runner
+from paceline.core.sampling import SamplingParams
+from paceline.factory import build_engine
+from paceline.models.files.open import open_checkpoint
+from paceline.models.files.stored import StoredTensor
+from paceline.models.layers import DenseLinear, Linear
+from paceline.models.load import DenseStorage, build_decoder
+from paceline.runner.cpu import CPURunner
+from paceline.runner.gpu.build import DeviceStorage
+from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.torch_step import TorchStep
+from tests.gpu.kernel_references import reference_scaled_rows
+from tests.torch.test_gpu_runner_interpreted import CONFIG
+
+STRETCH = 6.0  # of the layers' weights
+PROMPTS = ((70, 6), (3, 2), (9, 3))  # tokens, and tokens to generate
+EIGHT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def stretched(stored: StoredTensor) -> torch.Tensor:
+    factor = STRETCH if stored.name.startswith("model.layers.") else 1.0
+    return torch.from_numpy(stored.to_float32() * factor)
+
+
+class SameWeights(DeviceStorage):
+    """Made-up weights are those of the CPU."""
+
+    def _moved(self, stored: StoredTensor) -> torch.Tensor:
+        return stretched(stored)
+
+
+class RoundedLinear:
+    """A product whose weights and inputs are rounded to eight bits, row by row."""
+
+    def __init__(self, weight: torch.Tensor, kind: torch.dtype) -> None:
+        self._kind = kind
+        self._weight = self._rounded(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._rounded(x) @ self._weight.T
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        rows = reference_scaled_rows(x, self._kind)
+        return rows.q.float() * rows.scale[:, None]
+
+
+class RoundedStorage(DenseStorage):
+    """The layers' matrices as eight bits would keep them; embedding and head stay."""
+
+    def __init__(self, kind: torch.dtype | None) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None) -> Linear:
+        matrix = torch.cat([stretched(weight) for weight in weights])
+        if self._kind is not None and weights[0].name.startswith("model.layers."):
+            return RoundedLinear(matrix, self._kind)
+        return DenseLinear(matrix, bias)
+
+
+def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[list[int]], list[float]]:
+    """Tokens of every request, and their log-probabilities in order."""
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=16, groups=(GroupSpec(),)),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=68, max_model_len=128),
+    )
+    ends = checkpoint.spec.eos_token_ids
+    runner: Runner
+    if isinstance(storage, DeviceStorage):
+        parts = build_decoder(checkpoint, 2, storage).parts
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=torch.device("cpu"))
+    else:
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512, storage), config.kv), ends)
+    engine = build_engine(config, runner)
+    found: dict[int, list[int]] = {}
+    for length, count in PROMPTS:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=1)
+        found |= {
+            number: [] for number in engine.add([7 * at % 400 + length for at in range(length)], params)
+        }
+    logprobs: dict[tuple[int, int], float] = {}
+    while engine.has_requests or not engine.is_idle:
+        events = engine.step_overlapped()
+        for told in events.logprobs:
+            logprobs[told.request, told.logprobs.position] = told.logprobs.logprob
+        for batch in events.tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        assert engine.last_error is None, repr(engine.last_error)
+    return list(found.values()), [logprobs[key] for key in sorted(logprobs)]
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_eight_bits_are_rounded_the_same_in_every_kind_of_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    _, plain = generate(tmp_path, RoundedStorage(None))
+    tokens, expected = generate(tmp_path, RoundedStorage(EIGHT[quantization]))
+    assert max(abs(a - b) for a, b in zip(plain, expected, strict=True)) > 5e-3, "else this test says nothing"
+    exact_fp8(monkeypatch)
+    device = SameWeights(torch.device("cpu"), torch.float32, quantization)
+    found, logprobs = generate(tmp_path, device)
+    assert found == tokens
+    assert logprobs == pytest.approx(expected, abs=5e-4)
