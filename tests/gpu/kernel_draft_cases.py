@@ -442,7 +442,7 @@ def check_predictions(device: str, *, rows: int, vocabulary: int, width: int) ->
 
 
 def check_certain(device: str, *, rows: int, width: int) -> None:
-    """What is certain replaces other drafts where a row is inside of it; masks follow each other behind a row's first."""
+    """What is certain replaces other drafts where a row is inside of it; the masks of a row follow each other."""
     host, most = random_rows(rows, vocabulary=50), 2 * width + 1
     count = torch.where(torch.rand(rows) < 0.7, _draw(0, most + 1, rows), 0).to(torch.int32)
     first = host.length - _draw(-1, most + 1, rows)
