@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -327,12 +328,12 @@ def quantized_cases(rows: int, columns: int, inner: int) -> list[Case]:
     quantize_rows(scaled, x)
     tuning, cut = scaled_tuning(rows, columns, inner), packed_tuning(rows, columns, inner)
     calls: dict[str, list[Call]] = {
-        "fp8 product": [lambda w=w: scaled_product(out, scaled, w, tuning=tuning) for w in eight],
-        "fp8 by torch": [lambda w=w: scaled_matrix_product(out, scaled, w) for w in eight],
-        "int4 product": [lambda w=w: packed_product(out, x, w, tuning=cut) for w in four],
+        "fp8 product": [partial(scaled_product, out, scaled, weight, tuning=tuning) for weight in eight],
+        "fp8 by torch": [partial(scaled_matrix_product, out, scaled, weight) for weight in eight],
+        "int4 product": [partial(packed_product, out, x, weight, tuning=cut) for weight in four],
     }
     if rows == 1:
-        calls["fp8 row product"] = [lambda w=w: scaled_row_product(out[0], x[0], w) for w in eight]
+        calls["fp8 row product"] = [partial(scaled_row_product, out[0], x[0], weight) for weight in eight]
     shape = f"{rows} rows, {columns} x {inner}"
     sizes = {"int4 product": columns * inner * 0.5}
     return [
