@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from paceline.runner.gpu.kernels.decode_attention import (
 )
 from paceline.runner.gpu.kernels.gated_product import gated_activation, gated_product, is_worth_gating
 from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
+from paceline.runner.gpu.kernels.packed_product import packed_product, packed_tuning
 from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
     Spans,
@@ -32,6 +34,13 @@ from paceline.runner.gpu.kernels.prefill_attention import (
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces, rope_kv_write
 from paceline.runner.gpu.kernels.row_product import row_product
+from paceline.runner.gpu.kernels.scaled_product import (
+    scaled_matrix_product,
+    scaled_product,
+    scaled_tuning,
+)
+from paceline.runner.gpu.kernels.scaled_row_product import scaled_row_product
+from paceline.runner.gpu.kernels.scaled_rows import allocate_scaled_rows, quantize_rows
 from paceline.runner.gpu.kernels.shared_attention import (
     MAX_GROUPS,
     SharedGroups,
@@ -48,6 +57,7 @@ from paceline.runner.gpu.kernels.token_logprobs import (
     allocate_logprob_parts,
     token_logprobs,
 )
+from paceline.runner.gpu.linears import packed, quantized
 
 BF16 = torch.bfloat16
 Call = Callable[[], object]
@@ -306,6 +316,30 @@ def product_cases(rows: int, columns: int, inner: int) -> list[Case]:
         ours = [lambda w=w: skinny_product(parts, x, w, tuning=tuning) for w in weights]
         found.append(Case(kernel="skinny product", shape=shape, calls=ours, num_bytes=moved))
     return found
+
+
+def quantized_cases(rows: int, columns: int, inner: int) -> list[Case]:
+    """Products of few rows with weights of eight and four bits; benchmarks/gpu/scaled.py has all ways to cut them."""
+    device, fp8 = torch.device("cuda"), torch.float8_e4m3fn
+    dense = [normal(columns, inner) for _ in range(max(2, min(32, 2**28 // (columns * inner))))]
+    eight, four = [quantized(matrix, fp8) for matrix in dense], [packed(matrix, BF16) for matrix in dense]
+    x, out = normal(rows, inner), torch.empty(rows, columns, device=device, dtype=BF16)
+    scaled = allocate_scaled_rows(rows, inner, fp8, device)
+    quantize_rows(scaled, x)
+    tuning, cut = scaled_tuning(rows, columns, inner), packed_tuning(rows, columns, inner)
+    calls: dict[str, list[Call]] = {
+        "fp8 product": [partial(scaled_product, out, scaled, weight, tuning=tuning) for weight in eight],
+        "fp8 by torch": [partial(scaled_matrix_product, out, scaled, weight) for weight in eight],
+        "int4 product": [partial(packed_product, out, x, weight, tuning=cut) for weight in four],
+    }
+    if rows == 1:
+        calls["fp8 row product"] = [partial(scaled_row_product, out[0], x[0], weight) for weight in eight]
+    shape = f"{rows} rows, {columns} x {inner}"
+    sizes = {"int4 product": columns * inner * 0.5}
+    return [
+        Case(kernel=name, shape=shape, calls=own, num_bytes=sizes.get(name, columns * inner))
+        for name, own in calls.items()
+    ]
 
 
 def gated_cases(tokens: int, columns: int, inner: int) -> list[Case]:

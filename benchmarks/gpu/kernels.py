@@ -117,6 +117,12 @@ def product_cases() -> Iterator[cases.Case]:
     yield from cases.product_cases(1, 4096, 14_336)
 
 
+def quantized_cases() -> Iterator[cases.Case]:
+    for columns, inner in ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)):
+        for rows in (1, 8, 16, 32, 64):
+            yield from cases.quantized_cases(rows, columns, inner)
+
+
 def gated_cases() -> Iterator[cases.Case]:
     for tokens in (128, 192, 256, 384, 512, 640, 896, 1024, 1536, 2048, 4096, 8192, 12_288):
         yield from cases.gated_cases(tokens, 14_336, 4096)
@@ -133,6 +139,7 @@ FAMILIES = {
     "sampling": sampling_cases,
     "products": product_cases,
     "gated": gated_cases,
+    "quantised": quantized_cases,
 }
 
 

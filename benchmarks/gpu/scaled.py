@@ -1,6 +1,6 @@
 """Products of eight bits on one card: checks them against their definitions, then times every way to cut them.
 
-    python -m benchmarks.gpu.scaled [--rows 1,8,16,32,64] [--many 96,128,256,512,1024,4096] [--kind fp8]
+    python -m benchmarks.gpu.scaled [--rows 1,8,16,32,64] [--many 96,128,256,512,1024,4096] [--kind fp8|int8|int4]
 
 The shapes are those of a layer of 8B. For each shape and number of rows it prints the fastest cuts, what the tables of
 the source choose, torch's product of the same type and cuBLAS with 16 bits. The tables are made from it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from benchmarks.gpu.cases import BF16, normal
 from benchmarks.harness import Benchmark, Found, Given, flag, row, table
 from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.kernels.gated_product import gated_product, gated_rows
+from paceline.runner.gpu.kernels.packed_product import PackedWeight, packed_product, packed_tuning, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
@@ -30,13 +32,13 @@ from paceline.runner.gpu.kernels.scaled_product import (
 )
 from paceline.runner.gpu.kernels.scaled_row_product import RowTuning, scaled_row_product, scaled_row_tuning
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, allocate_scaled_rows, quantize_rows
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from paceline.runner.gpu.linears import quantized
+from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
+from paceline.runner.gpu.linears import packed, quantized
 from tests.gpu import kernel_scaled_cases as checks
 from tests.gpu.kernel_cases import Shape
 
 bench = Benchmark(__doc__)
-KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 # Name, columns, inner, whether gate and up are in it, whether its parts may be summed by the norm behind it.
 SHAPES = (
     ("qkv", 6144, 4096, False, False),
@@ -85,15 +87,47 @@ class Layer:
         total = self.columns * (2 if self.gated else 1)
         self.copies = max(2, SPREAD // (total * self.inner))
         self.dense = [normal(total, self.inner) * self.inner**-0.5 for _ in range(self.copies)]
-        self.weights: list[ScaledWeight] = [quantized(matrix, kind) for matrix in self.dense]
+        self.packed: list[PackedWeight] = []
+        self.weights: list[ScaledWeight] = []
         self.kind = kind
         self.num_bytes = total * self.inner
+        if kind == torch.uint8:
+            self.packed = [packed(matrix, BF16) for matrix in self.dense]
+            self.num_bytes = total * (self.inner // 2 + self.inner // 32)
+        else:
+            self.weights = [quantized(matrix, kind) for matrix in self.dense]
 
     def rows(self, count: int) -> tuple[Tensor, ScaledRows]:
         x = normal(count, self.inner)
         rows = allocate_scaled_rows(count, self.inner, self.kind, x.device)
         quantize_rows(rows, x)
         return x, rows
+
+
+def four_bits(layer: Layer, rows: int) -> Iterator[Variant]:
+    """Ways to make a product with weights of four bits; from 65 rows on the matrix is unpacked."""
+    x = normal(rows, layer.inner)
+    wide = normal(rows, layer.packed[0].shape[0])
+    dense = torch.empty_like(layer.dense[0])
+    if rows <= MAX_ROWS:
+        shape = (rows, layer.columns, layer.inner)
+        chosen = packed_tuning(*shape, narrow=layer.narrow)
+        for columns, warps, stages, parts in product((64, 128), (4, 8), (4, 6, 8, 10), (1, 2, 4)):
+            if warps * 16 <= columns and (parts == 1 or layer.narrow):
+                tuning = ProductTuning(
+                    columns=columns, inner=128, parts=parts, num_warps=warps, num_stages=stages
+                )
+                yield _label(tuning), partial(_packed_product, layer, x, tuning)
+        yield "chosen: " + _label(chosen), partial(_packed_product, layer, x, chosen)
+    else:
+        yield "unpack", lambda which: unpack(dense, layer.packed[which])
+    yield "bf16 cuBLAS", lambda which: torch.mm(x, layer.dense[which].T, out=wide)
+
+
+def _packed_product(layer: Layer, x: Tensor, tuning: ProductTuning, which: int) -> None:
+    sizes = (len(x), layer.columns)
+    out = _outputs(sizes if tuning.parts == 1 else (tuning.parts, *sizes), tuning.parts == 1)
+    packed_product(out, x, layer.packed[which], tuning=tuning, gated=layer.gated)
 
 
 def few_rows(layer: Layer, rows: int) -> Iterator[Variant]:
@@ -179,6 +213,12 @@ def _label(tuning: ProductTuning) -> str:
 def check(kind: torch.dtype) -> None:
     """Every kernel at the sizes of 8B against its definition."""
     shape = Shape(device="cuda", dtype=BF16)
+    if kind == torch.uint8:
+        for (_, columns, inner, gated, narrow), rows in product(SHAPES, (1, 16, 33, 64)):
+            tuning = packed_tuning(rows, columns, inner, narrow=narrow)
+            checks.check_packed_product(shape, rows, columns, inner, 128, tuning, gated=gated)
+        checks.check_packing(shape, 4096, 4096)
+        return
     checks.check_quantize_rows(shape, 70, 4096, kind)
     checks.check_rows_that_are_not_finite(shape, kind)
     for parts in (0, 2):
@@ -194,7 +234,6 @@ def check(kind: torch.dtype) -> None:
                 checks.check_scaled_product(shape, rows, columns, inner, tuning, kind)
         checks.check_scaled_product(shape, 300, columns, inner, None, kind)
         checks.check_scaled_row_product(shape, columns, inner, kind, has_norm=not narrow, gated=gated)
-    print("checked", flush=True)
 
 
 def timed(layer: Layer, rows: int, variants: Sequence[Variant], ceiling: float) -> list[Found]:
@@ -212,6 +251,14 @@ def timed(layer: Layer, rows: int, variants: Sequence[Variant], ceiling: float) 
     return sorted(found, key=lambda each: float(each["us"]))
 
 
+def variants_of(layer: Layer, rows: int) -> Iterator[Variant]:
+    if layer.packed:
+        return four_bits(layer, rows)
+    if rows > MAX_ROWS:
+        return many_rows(layer, rows)
+    return (one_row if rows == 1 else few_rows)(layer, rows)
+
+
 def is_shown(place: int, each: Found) -> bool:
     cut = "columns" in each["how"] and "chosen" not in each["how"]
     return place < BEST or not cut
@@ -220,13 +267,14 @@ def is_shown(place: int, each: Found) -> bool:
 @bench.part(
     flag("--rows", "1,8,16,32,64", "rows of decode steps"),
     flag("--many", "96,128,256,512,1024,4096", "rows of larger steps"),
-    flag("--kind", "fp8", "fp8 or int8"),
+    flag("--kind", "fp8", "fp8, int8 or int4"),
     flag("--head", False, "also the output matrix"),
 )
 def scaled(given: Given) -> Found:
     torch.manual_seed(0)
     kind = KINDS[given.kind]
     check(kind)
+    print("checked", flush=True)
     ceiling = read_ceiling()[0]
     print(f"read ceiling {ceiling:,.0f} GB/s", flush=True)
     few, many = ([int(part) for part in text.split(",") if part] for text in (given.rows, given.many))
@@ -234,8 +282,7 @@ def scaled(given: Given) -> Found:
     table("shape", "rows", "how", "us", "of the ceiling")
     for shape in (*SHAPES, HEAD) if given.head else SHAPES:
         layer = Layer(shape, kind)
-        plans = [(rows, list((one_row if rows == 1 else few_rows)(layer, rows))) for rows in few]
-        plans += [(rows, list(many_rows(layer, rows))) for rows in many]
+        plans = [(rows, list(variants_of(layer, rows))) for rows in few + many]
         own = [
             call for _, variants in plans for label, call in variants if label not in ("torch", "bf16 cuBLAS")
         ]

@@ -47,6 +47,7 @@ from paceline.runner.gpu.kernels.draft_predictions import (
     propose_predictions,
 )
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
+from paceline.runner.gpu.kernels.forced_tokens import CertainTokens, place_masks, propose_certain
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, NOT_FINITE, RowColumns, StepTokens
 from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
 
@@ -438,3 +439,37 @@ def check_predictions(device: str, *, rows: int, vocabulary: int, width: int) ->
             assert (int(into.kind[slot]), int(into.number[slot])) == (kind, number)
             assert into.guess[slot, :number].tolist() == guess[:number]
     assert kinds_seen == {FOLLOWED, FOUND}
+
+
+def check_certain(device: str, *, rows: int, width: int) -> None:
+    """What is certain replaces other drafts where a row is inside of it; the masks of a row follow each other."""
+    host, most = random_rows(rows, vocabulary=50), 2 * width + 1
+    count = torch.where(torch.rand(rows) < 0.7, _draw(0, most + 1, rows), 0).to(torch.int32)
+    first = host.length - _draw(-1, most + 1, rows)
+    tokens = _draw(0, 50, rows, most)
+    slot_rows = torch.randperm(rows).to(torch.int32)
+    made = _proposed(rows, width, 50)
+    into = Proposals(**{name: value.clone() for name, value in _sent(made, device).items()})
+    there = moved(host, device)
+    certain = CertainTokens(tokens=tokens.to(device), first=first.to(device), count=count.to(device))
+    propose_certain(into, there, slot_rows.to(device), certain)
+    num_found = 0
+    for slot, row in enumerate(slot_rows.tolist()):
+        at, kind, guess = int(host.length[row] - first[row]), int(made.kind[slot]), made.guess[slot].tolist()
+        number = int(made.number[slot])
+        if host.active[row] and 0 <= at < int(count[row]):
+            kind, guess = FOLLOWED, tokens[row, at : int(count[row])].tolist()[:width]
+            number, num_found = len(guess), num_found + 1
+        assert (int(into.kind[slot]), int(into.number[slot])) == (kind, number)
+        assert into.guess[slot, :number].tolist() == guess[:number]
+    assert num_found > rows // 8
+    layout, draws = allocate_layout(rows, 3 * rows, device), 3 * rows
+    layout.draw_rows.copy_(_draw(0, rows, draws))
+    depth = _draw(0, width + 1, draws)
+    layout.draw_positions.copy_(host.length[layout.draw_rows.cpu().long()] + depth)
+    firsts = torch.where(torch.rand(rows) < 0.5, _draw(0, 90, rows), -1).to(torch.int32)
+    mask_of = torch.full((draws + 7,), -5, dtype=torch.int32, device=device)
+    place_masks(mask_of[:draws], layout, there, firsts.to(device))
+    of_draws = firsts[layout.draw_rows.cpu().long()]
+    assert torch.equal(mask_of[:draws].cpu(), torch.where(of_draws >= 0, of_draws + depth, -1))
+    assert (mask_of[draws:] == -5).all()

@@ -296,6 +296,13 @@ def reference_scaled_row_product(
     return reference_scaled_product(rows, weight, gated=gated)[0], total
 
 
+def reference_packed(numbers: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """The definition in float64: numbers [columns, inner] of four bits, scales and offsets [columns, groups]."""
+    grouped = numbers.double().view(*scale.shape, -1)
+    values = grouped * scale.double()[:, :, None] + offset.double()[:, :, None]
+    return values.view(numbers.shape)
+
+
 def reference_decode_inputs(
     rows: RowColumns, slot_rows: Tensor, tables: Sequence[Tensor]
 ) -> list[tuple[int, int, tuple[int, ...], int]]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.runner.gpu.kernels.gated_product import Activation, gated_rows
+from paceline.runner.gpu.kernels.packed_product import packed_product, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.row_product import RowNorm
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight, scaled_matrix_product, scaled_product
@@ -17,14 +18,16 @@ from paceline.runner.gpu.kernels.scaled_rows import (
     quantize_rows,
 )
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from paceline.runner.gpu.linears import quantized
+from paceline.runner.gpu.linears import packed, packed_of, quantized
 from tests.gpu.kernel_cases import Shape, assert_close
 from tests.gpu.kernel_references import (
     reference_gated_activation,
+    reference_packed,
     reference_residual_norm,
     reference_scaled_product,
     reference_scaled_row_product,
     reference_scaled_rows,
+    reference_skinny_product,
 )
 
 NAN = float("nan")
@@ -144,3 +147,54 @@ def check_scaled_row_product(
     assert_close(out, expected, shape.tolerance)
     if norm is not None:
         assert_close(norm.new_residual, total, shape.tolerance)
+
+
+# -- four bits -----------------------------------------------------------------------------------------------
+
+
+def check_packed_product(
+    shape: Shape,
+    rows: int,
+    columns: int,
+    inner: int,
+    group: int,
+    tuning: ProductTuning,
+    *,
+    gated: bool = False,
+) -> None:
+    """The product, and the matrix unpacked, against numbers, scales and offsets."""
+    total = columns * (2 if gated else 1)
+    numbers = torch.randint(0, 16, (total, inner), dtype=torch.uint8, device=shape.device)
+    scale = (torch.rand(total, inner // group, device=shape.device) + 0.1) * inner**-0.5 / 5
+    offset = -scale * torch.randint(1, 15, scale.shape, device=shape.device)
+    weight = packed_of(numbers, scale, offset, shape.dtype)
+    assert weight is not None and weight.shape == (total, inner)
+    expected = reference_packed(numbers, scale.to(shape.dtype), offset.to(shape.dtype))
+    dense = torch.full((total, inner), NAN, device=shape.device, dtype=shape.dtype)
+    unpack(dense, weight)
+    if shape.dtype == torch.float32:  # its sums are not exact
+        assert_close(dense, expected, 1e-6)
+    else:
+        assert torch.equal(dense, expected.to(shape.dtype))
+    x = shape.random(rows, inner)
+    sizes = (rows, columns) if tuning.parts == 1 else (tuning.parts, rows, columns)
+    out = torch.full(sizes, NAN, device=shape.device, dtype=shape.dtype if len(sizes) == 2 else torch.float32)
+    packed_product(out, x, weight, tuning=tuning, gated=gated)
+    right = reference_skinny_product(x, expected.to(shape.dtype), gated=gated)
+    assert_close(out if len(sizes) == 2 else out.sum(0), right, shape.tolerance)
+
+
+def check_packing(shape: Shape, columns: int, inner: int) -> None:
+    """Four bits of a matrix come as close as a group's range allows, and closer than the whole range would."""
+    matrix = shape.random(columns, inner)
+    weight = packed(matrix, shape.dtype)
+    dense = torch.empty_like(matrix)
+    unpack(dense, weight)
+    grouped = matrix.double().view(columns, -1, weight.group)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    plain = low + ((grouped - low) / step).round() * step
+    error, whole = (
+        float((part.double().view_as(grouped) - grouped).square().mean()) for part in (dense, plain)
+    )
+    assert 0 < error < whole

@@ -27,6 +27,11 @@ def test_rows_are_found_in_what_they_are_expected_to_say(rows: int, vocabulary: 
     cases.check_predictions("cuda", rows=rows, vocabulary=vocabulary, width=width)
 
 
+@pytest.mark.parametrize("rows, width", [(900, 7), (64, 1), (300, 15)])
+def test_what_is_certain_comes_before_other_drafts(rows: int, width: int) -> None:
+    cases.check_certain("cuda", rows=rows, width=width)
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.8, 1.0])
 def test_answers_are_spoilt_at_the_given_rate(acceptance: float) -> None:
     assert abs(cases.check_answers("cuda", rows=1500, acceptance=acceptance) - acceptance) < 0.05

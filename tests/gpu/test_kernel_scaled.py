@@ -10,6 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU of compute capability 8.9", allow_module_level=True)
 
 from paceline.runner.gpu.kernels.gated_product import Activation
+from paceline.runner.gpu.kernels.packed_product import packed_tuning
 from paceline.runner.gpu.kernels.scaled_product import scaled_gated_tuning, scaled_tuning
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from tests.gpu import kernel_scaled_cases as scaled
@@ -77,6 +78,27 @@ def test_products_with_other_launch_parameters(
 def test_gate_and_up(kind: torch.dtype, rows: int, columns: int, inner: int) -> None:
     tuning = scaled_gated_tuning(rows, columns, inner)
     scaled.check_gated_scaled_product(PLAIN, rows, columns, inner, tuning, kind)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64])
+@pytest.mark.parametrize(
+    "columns, inner, group",
+    [(6144, 4096, 128), (4096, 14336, 128), (1024, 3072, 32), (960, 576, 64), (6144, 4096, 4096)],
+)
+def test_products_of_four_bits(rows: int, columns: int, inner: int, group: int) -> None:
+    for narrow in (False, True):
+        tuning = packed_tuning(rows, columns, inner, narrow=narrow)
+        scaled.check_packed_product(PLAIN, rows, columns, inner, group, tuning)
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_gate_and_up_of_four_bits(rows: int) -> None:
+    tuning = packed_tuning(rows, 14336, 4096)
+    scaled.check_packed_product(PLAIN, rows, 14336, 4096, 128, tuning, gated=True)
+
+
+def test_four_bits_come_close() -> None:
+    scaled.check_packing(PLAIN, 512, 4096)
 
 
 @KINDS

@@ -184,7 +184,7 @@ def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
 
 
 def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
-    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; guides and logprobs put drafts off."""
+    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; logprobs put drafts off."""
     params = (
         SamplingParams(max_tokens=9, temperature=0.7, seed=4, top_p=0.9, min_tokens=5, logit_bias={5: 12.0}),
         SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2),
@@ -193,7 +193,19 @@ def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
     expected = generate(folder, params, None, depth=0)[0]
     found, counters = generate(folder, params, DraftConfig(method="ngram", width=4))
     assert found == expected and counters.accepted_tokens >= 1
-    guided = SamplingParams(max_tokens=5, temperature=0.9, seed=2, structured_outputs=structure(4, 6))
-    expected = generate(folder, (guided, PLAIN[0]), None, depth=0)[0]
-    found, counters = generate(folder, (guided, PLAIN[0]), DraftConfig(method="ngram", width=4))
-    assert found == expected and counters.accepted_tokens >= 1
+
+
+@pytest.mark.parametrize("method, width", [("ngram", 4), ("history", 1)])
+def test_what_a_guide_forces_is_drafted_beside_other_rows(folder: Path, method: str, width: int) -> None:
+    """One structure ends before its length, one at a token that is forced; a row with penalties has no drafts."""
+    params = (
+        SamplingParams(max_tokens=14, temperature=0.9, seed=2, structured_outputs=structure(4, 13)),
+        replace(PLAIN[0], max_tokens=10),
+        SamplingParams(max_tokens=9, seed=3, structured_outputs=structure(7, 30), frequency_penalty=0.4),
+    )
+    expected = generate(folder, params, None, depth=0)[0]
+    assert [len(tokens) for tokens in expected] == [13, 10, 9]
+    found, counters = generate(folder, params, DraftConfig(method=method, width=width))
+    assert found == expected
+    # Two tokens of five are certain: the second of them is drafted behind the first.
+    assert counters.forced_tokens >= 2 and counters.accepted_tokens > counters.forced_tokens

@@ -28,9 +28,10 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage
+from paceline.runner.gpu.kernels.packed_product import group_numbers
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
-from tests.gpu.kernel_references import reference_scaled_rows
+from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
 from tests.torch.test_gpu_runner_interpreted import CONFIG
 
 STRETCH = 6.0  # of the layers' weights
@@ -66,17 +67,20 @@ class RoundedLinear:
 
 
 class RoundedStorage(DenseStorage):
-    """The layers' matrices as eight bits would keep them; embedding and head stay."""
+    """The layers' matrices as eight or four bits would keep them; embedding and head stay."""
 
-    def __init__(self, kind: torch.dtype | None) -> None:
+    def __init__(self, quantization: str = "auto") -> None:
         super().__init__()
-        self._kind = kind
+        self._quantization = quantization
 
     def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None) -> Linear:
         matrix = torch.cat([stretched(weight) for weight in weights])
-        if self._kind is not None and weights[0].name.startswith("model.layers."):
-            return RoundedLinear(matrix, self._kind)
-        return DenseLinear(matrix, bias)
+        if self._quantization == "auto" or not weights[0].name.startswith("model.layers."):
+            return DenseLinear(matrix, bias)
+        if self._quantization == "int4":
+            group = 128 if matrix.shape[1] % 128 == 0 else 64
+            return DenseLinear(reference_packed(*group_numbers(matrix, group, torch.float32)).float())
+        return RoundedLinear(matrix, EIGHT[self._quantization])
 
 
 def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[list[int]], list[float]]:
@@ -112,13 +116,13 @@ def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[
     return list(found.values()), [logprobs[key] for key in sorted(logprobs)]
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
-def test_eight_bits_are_rounded_the_same_in_every_kind_of_step(
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_weights_are_rounded_the_same_in_every_kind_of_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    _, plain = generate(tmp_path, RoundedStorage(None))
-    tokens, expected = generate(tmp_path, RoundedStorage(EIGHT[quantization]))
+    _, plain = generate(tmp_path, RoundedStorage())
+    tokens, expected = generate(tmp_path, RoundedStorage(quantization))
     assert max(abs(a - b) for a, b in zip(plain, expected, strict=True)) > 5e-3, "else this test says nothing"
     exact_fp8(monkeypatch)
     device = SameWeights(torch.device("cpu"), torch.float32, quantization)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,7 +53,9 @@ def test_decode_attention_of_rows_with_drafts(width: int, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 70])
 def test_prefill_attention_with_and_without_what_was_before(window: int) -> None:
-    cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
+    for group in (SMALL.group, 3):  # three queries to a key do not fill a tile
+        shape = replace(SMALL, group=group)
+        cases.check_prefill(shape, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_prefill_attention_with_and_without_what_was_before(window: int) -> None
     ],
 )
 def test_the_list_of_shared_beginnings_covers_them(groups: list[tuple[int, int]]) -> None:
-    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264)):
+    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264), (3, 33)):
         cases.check_shared_plan(groups, "cpu", group=group, target=target)
 
 

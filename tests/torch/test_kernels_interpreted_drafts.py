@@ -38,6 +38,10 @@ def test_rows_are_found_in_what_they_are_expected_to_say() -> None:
     cases.check_predictions("cpu", rows=40, vocabulary=12, width=5)
 
 
+def test_what_is_certain_comes_before_other_drafts() -> None:
+    cases.check_certain("cpu", rows=150, width=5)
+
+
 @pytest.mark.parametrize("budget", [0, 1, 17, 40, 400])
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 def test_the_likeliest_drafts_are_laid_out(budget: int, floor: float) -> None:

@@ -70,6 +70,21 @@ def test_the_product_of_one_row(kind: torch.dtype, has_norm: bool, gated: bool) 
     scaled.check_scaled_row_product(SMALL, 6, 1120, kind, has_norm=has_norm, gated=gated, tuning=tuning)
 
 
+@pytest.mark.parametrize("group, inner", [(32, 192), (64, 256), (128, 256), (256, 256)])
+def test_products_of_four_bits(group: int, inner: int) -> None:
+    tuning = ProductTuning(columns=16, inner=128)
+    scaled.check_packed_product(SMALL, 5, 32, inner, group, tuning)
+    scaled.check_packed_product(SMALL, 3, 16, inner, group, tuning, gated=True)
+
+
+def test_products_of_four_bits_in_parts() -> None:
+    scaled.check_packed_product(SMALL, 19, 32, 512, 128, ProductTuning(columns=16, inner=128, parts=2))
+
+
+def test_four_bits_come_close() -> None:
+    scaled.check_packing(SMALL, 32, 256)
+
+
 def test_every_shape_is_cut_without_a_rest() -> None:
     shapes = [(6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536), (48, 96), (1024, 2048)]
     for columns, inner in shapes:

@@ -31,8 +31,6 @@ def choose_device(model: ModelConfig) -> str:
                 "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"
             )
         return "cpu"
-    if model.quantization == "int4":
-        raise ConfigError("--quantization int4 is for CPUs: give --device cpu, or leave it out")
     import torch
 
     if torch.cuda.get_device_capability() < OLDEST_FP8:

@@ -401,7 +401,7 @@ def follow_guides(
         else:
             found = tokens[number, :before].tolist()
             found = found[: guide.accepts(found)]
-        while found and _is_over_behind(guide, found):
+        while found and is_over_behind(guide, found):
             found.pop()  # the last token of a structure is drawn: nothing is drawn behind it
         tokens[number, : len(found)] = found
         counts[number] = len(found)
@@ -411,7 +411,8 @@ def follow_guides(
     return (drafts if counts.any() else None), is_forced
 
 
-def _is_over_behind(guide: Guide, tokens: list[int]) -> bool:
+def is_over_behind(guide: Guide, tokens: list[int]) -> bool:
+    """Whether a structure is complete with these tokens."""
     trial = guide.copy()
     trial.consume(tokens)
     return trial.is_over

@@ -50,6 +50,7 @@ NOT_RUN: dict[str, str] = {
     "paceline bench structured --clients 8": TAKES_MINUTES,
     "paceline bench drafts": OTHER_DATA,
     "paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
+    "paceline bench throughput --shape llama-3.1-8b": NEEDS_GPU,
     "paceline bench latency --shape llama-3.1-8b": NEEDS_GPU,
     "python -m paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
 }

@@ -24,16 +24,25 @@ from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
-from paceline.models.files.records import FP8, INT8, KINDS, record_of
+from paceline.models.files.records import FP8, INT4, INT8, KINDS, Record, record_of
 from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes
-from paceline.runner.gpu.linears import ScaledLinear, fits_eight_bits, quantized
+from paceline.runner.gpu.linears import (
+    PackedLinear,
+    ScaledLinear,
+    fits_eight_bits,
+    fits_four_bits,
+    packed,
+    packed_of,
+    quantized,
+)
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
@@ -197,11 +206,15 @@ class DeviceStorage:
             return DenseLinear(self._tables[weights[0].name])
         bias = None if bias is None else bias.to(self._device, self._dtype)
         kept = self._kept(weights)
-        if kept is not None:
+        if isinstance(kept, ScaledWeight):
             return ScaledLinear(kept, bias)
+        if kept is not None:
+            return PackedLinear(kept, bias)
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
+        if self._quantization == "int4" and not name.endswith(_KEPT) and not self._is_expert(weights):
+            return PackedLinear(self._four_bits(matrix, name), bias)
         if self._eight_bits is not None and not name.endswith(_KEPT) and not self._is_expert(weights):
             return self._scaled(matrix, bias, name)
         return DenseLinear(matrix, bias)
@@ -210,17 +223,20 @@ class DeviceStorage:
         # Only its table is used: `forward` picks rows of it.
         return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
 
-    def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | None:
-        """Matrices of eight bits with a scale per row, as the file has them; None for others, which are unpacked."""
+    def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | None:
+        """Matrices as the file has them, of eight bits with a scale per row or of four with groups; None for others,
+        which are unpacked."""
         kinds = {weight.dtype for weight in weights}
         if (
             self._quantization == "none"
             or len(kinds) > 1
-            or not kinds <= set(_FILES)
+            or not kinds <= set(KINDS)
             or self._is_expert(weights)
         ):
             return None
         records = [record_of(weight) for weight in weights]
+        if kinds == {INT4}:
+            return self._packed_records(records)
         fits = all(fits_eight_bits(*record.q.shape) and record.scale.shape[1] == 1 for record in records)
         if not fits or (self._device.type == "cuda" and self._dtype != torch.bfloat16):
             return None
@@ -232,20 +248,43 @@ class DeviceStorage:
         scale = torch.cat([torch.from_numpy(record.scale[:, 0].copy()) for record in records])
         return ScaledWeight(q.view(dtype), scale.to(self._device))
 
+    def _packed_records(self, records: Sequence[Record]) -> PackedWeight | None:
+        if len({record.scale.shape[1] for record in records}) > 1:
+            return None
+        if self._device.type == "cuda" and self._dtype != torch.bfloat16:
+            return None
+        numbers, scale, offset = (
+            torch.cat([torch.from_numpy(np.ascontiguousarray(part)) for part in parts]).to(self._device)
+            for parts in zip(*((each.nibbles(), each.scale, each.offset) for each in records), strict=True)
+        )
+        return packed_of(numbers, scale, offset, self._dtype)
+
     @staticmethod
     def _is_expert(weights: Sequence[StoredTensor]) -> bool:
         return ".experts." in weights[0].name
 
+    def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
+        self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")
+        made = packed(matrix, self._dtype)
+        self._check_finite(made.scale, name)
+        return made
+
+    def _check_fit(self, fits: bool, matrix: Tensor, name: str, steps: str) -> None:
+        if not fits:
+            raise ConfigError(
+                f"--quantization {self._quantization}: {name} of {matrix.shape[0]} x {matrix.shape[1]} cannot be "
+                f"quantised: its sizes must be multiples of {steps}"
+            )
+
+    def _check_finite(self, scale: Tensor, name: str) -> None:
+        if not bool(scale.isfinite().all()):
+            check_finite(np.full(1, np.nan, np.float32), name)
+
     def _scaled(self, matrix: Tensor, bias: Tensor | None, name: str) -> Linear:
         assert self._eight_bits is not None
-        if not fits_eight_bits(*matrix.shape):
-            raise ConfigError(
-                f"--quantization: {name} of {matrix.shape[0]} x {matrix.shape[1]} cannot be quantised: its sizes must "
-                "be multiples of 16 and 32"
-            )
+        self._check_fit(fits_eight_bits(*matrix.shape), matrix, name, "16 and 32")
         made = quantized(matrix, self._eight_bits)
-        if not bool(made.scale.isfinite().all()):
-            raise ConfigError(f"the tensor {name} holds values that are not finite (NaN or infinity)")
+        self._check_finite(made.scale, name)
         return ScaledLinear(made, bias)
 
     def _moved(self, stored: StoredTensor) -> Tensor:

@@ -17,6 +17,7 @@ from paceline.config.engine import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import FATES, PARTLY
 from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.forced_tokens import ForcedTokens
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
@@ -85,6 +86,13 @@ class DeviceDrafts:
             self._free_places = list(range(len(memory["predictions"].host)))
         self._places: dict[int, int] = {}  # of predictions, by row
         self._ring = allocate_ring(device=device) if config.method == "history" else None
+        self.forced = ForcedTokens(
+            memory,
+            config.width,
+            vocab_size=vocab_size,
+            max_draws=max(max_tokens, memory.max_slots),
+            device=device,
+        )
         self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
         self._head = head
@@ -114,9 +122,13 @@ class DeviceDrafts:
         """Before the row memory is sent: rows start."""
         memory, at = self._memory, joins.row.astype(np.int64)
         # What a penalty takes off depends on the tokens before: those of drafts would have to be counted in turn.
-        may_draft = [not uses_penalties(params) for params in joins.sampling]
+        # A guide's rows have the drafts of their guide alone, whose masks are known.
+        may_draft = [
+            not uses_penalties(params) and params.structured_outputs is None for params in joins.sampling
+        ]
         memory.put("may_draft", at, np.array(may_draft, np.int32))
         memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
+        self.forced.join(joins)
         if self._head is not None:
             self._head.join(joins)
         if self._ring is not None:
@@ -173,6 +185,10 @@ class DeviceDrafts:
         self._since_probe += 1
         return plan.draft_width > 0 or self._since_probe >= self._probe_every
 
+    def looks_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step behind that of a plan may make drafts, so that it matters what guides are certain of."""
+        return plan.draft_width > 0 or self._since_probe + 1 >= self._probe_every
+
     def put_limits(self, plan: StepPlan, most: int) -> None:
         """How many drafts the next step may have: `most` at most."""
         self._since_probe = 0
@@ -189,9 +205,16 @@ class DeviceDrafts:
     # -- a step ------------------------------------------------------------------------------------------------
 
     def lay_out(
-        self, into: StepTokens, visible: Tensor, slot_rows: Tensor, num_tokens: int, *, overlapped: bool
+        self,
+        into: StepTokens,
+        visible: Tensor,
+        slot_rows: Tensor,
+        num_tokens: int,
+        *,
+        overlapped: bool,
+        guided: bool,
     ) -> RowQueries:
-        """Make drafts, and the tokens of a step with them; returns whose they are."""
+        """Make drafts, and the tokens of a step with them; returns whose they are. `guided`: some rows have guides."""
         memory, made, layout, count = self._memory, self._made, self.layout, len(slot_rows)
         rows = memory.columns
         if self._answers is None:
@@ -205,6 +228,8 @@ class DeviceDrafts:
             propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits, fates)
         if self._answers is None:
             propose_predictions(made, rows, self._columns, slot_rows, self._predictions, limits)
+        if guided:
+            self.forced.propose(made, slot_rows)
         if self._head is not None:
             self._head.guess(made, slot_rows, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)

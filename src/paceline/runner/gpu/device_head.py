@@ -87,7 +87,7 @@ class DeviceHead(ABC):
         self._decoder, self._memory, self._table = site.decoder, memory, memory.tables[0]
         self._device, self._hidden_size = self._table.device, spec.hidden_size
         self._weights = {
-            name: torch.from_numpy(np.ascontiguousarray(values)).to(self._device, site.decoder.dtype)
+            name: torch.from_numpy(np.array(values)).to(self._device, site.decoder.dtype)
             for name, values in files.tensors.items()
         }
         self._to_target = torch.from_numpy(files.to_target.astype(np.int32)).to(self._device)

@@ -34,6 +34,7 @@ from paceline.runner.gpu.kernels.gated_product import (
     gated_rows,
     is_worth_gating,
 )
+from paceline.runner.gpu.kernels.packed_product import packed_product, packed_tuning, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
@@ -57,7 +58,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
+from paceline.runner.gpu.linears import DeviceLinear, PackedLinear, ScaledLinear
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 
@@ -86,6 +87,12 @@ class DeviceLayer:
     norm_before_feed_forward: Tensor
     norm_after_attention: Tensor | None
     norm_after_feed_forward: Tensor | None
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        """Those without experts."""
+        parts = (self.qkv, self.output, self.gate_up, self.down)
+        return [linear for linear in parts if linear is not None]
 
 
 def rotation_tables(spec: ModelSpec, positions: int, device: torch.device) -> list[Tensor]:
@@ -125,8 +132,13 @@ class DeviceDecoder:
             self._expert_buffers = allocate_expert_buffers(max_tokens, first.per_token, first.weights, device)
         self._activation: Activation = "silu" if spec.activation == "silu" else "gelu_tanh"
         self._multiprocessors = 0 if self.dtype == torch.float32 else _multiprocessors(device)
+        packed = [
+            linear for layer in self._layers for linear in layer.linears if isinstance(linear, PackedLinear)
+        ]
+        sizes = [math.prod(linear.weight.shape) for linear in packed]
         self._is_plain = not (
-            spec.qkv_bias
+            sizes
+            or spec.qkv_bias
             or spec.output_bias
             or spec.sandwich_norms
             or spec.experts
@@ -154,6 +166,8 @@ class DeviceDecoder:
             widest = max(width, inner, spec.num_heads * spec.head_dim)
             self._eight_bits = room(1, max_tokens * widest, scaled)[0]
             self._row_scales = torch.zeros(max_tokens, device=device)
+        if sizes:
+            self._dense = room(1, max(sizes))[0]
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
@@ -297,6 +311,12 @@ class DeviceDecoder:
             return self._scaled_times(self._quantized(x, overlapped), linear, self._product, overlapped)
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
+        if isinstance(linear, PackedLinear):
+            if len(x) <= MAX_ROWS:
+                out, cut = self._product[: len(x)], packed_tuning(len(x), *linear.weight.shape)
+                packed_product(out, x, linear.weight, tuning=cut, overlapped=overlapped)
+                return out if linear.bias is None else out.add_(linear.bias)
+            linear = self._unpacked(linear)
         if self._has_few_rows(x) and linear.bias is None:
             tuning = wide_tuning(len(x), *linear.weight.shape) or self._small_tuning(linear.weight)
         if tuning is None:
@@ -324,6 +344,13 @@ class DeviceDecoder:
             update = self._scaled_times(x, linear, self._update, overlapped)
             return self._normed_update(update, norm, overlapped)
         assert isinstance(x, Tensor)
+        if isinstance(linear, PackedLinear):
+            if is_bare and len(x) <= MAX_ROWS:
+                tuning = packed_tuning(len(x), *linear.weight.shape, narrow=True)
+                parts = self._parts_for(tuning, x, linear.weight.shape[0])
+                packed_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
+                return parts
+            linear = self._unpacked(linear)
         if is_bare and self._has_few_rows(x):
             cut = narrow_tuning(*linear.weight.shape) or self._small_tuning(linear.weight, splits=True)
             if cut is not None:
@@ -377,9 +404,21 @@ class DeviceDecoder:
         gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
         return narrow
 
-    def _gate(self, normed: Tensor, gate_up: DenseLinear, overlapped: bool) -> Tensor:
+    def _unpacked(self, linear: PackedLinear) -> DenseLinear:
+        """In memory that the next such matrix uses too."""
+        dense = self._dense[: math.prod(linear.weight.shape)].view(linear.weight.shape)
+        unpack(dense, linear.weight)
+        return DenseLinear(dense, linear.bias)
+
+    def _gate(self, normed: Tensor, gate_up: DenseLinear | PackedLinear, overlapped: bool) -> Tensor:
         narrow = self._narrow[: len(normed)]
         shape = (len(normed), narrow.shape[1], normed.shape[1])
+        if isinstance(gate_up, PackedLinear):
+            if gate_up.bias is None and len(normed) <= MAX_ROWS and self._activation == "silu":
+                cut = packed_tuning(*shape)
+                packed_product(narrow, normed, gate_up.weight, tuning=cut, gated=True, overlapped=overlapped)
+                return narrow
+            gate_up = self._unpacked(gate_up)
         tuning: ProductTuning | None = None
         if gate_up.bias is None and self._has_few_rows(normed, MAX_GATED_ROWS) and self._activation == "silu":
             tuning = gated_tuning(*shape)
@@ -444,6 +483,7 @@ def _row(
     gated: bool = False,
     overlapped: bool,
 ) -> None:
+    assert not isinstance(linear, PackedLinear)
     if isinstance(linear, ScaledLinear):
         scaled_row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
     else:
@@ -452,7 +492,7 @@ def _row(
 
 def _scaled_dtype(layers: Sequence[DeviceLayer]) -> torch.dtype | None:
     """The type of weights of eight bits; None where a model has none."""
-    linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears = [linear for layer in layers for linear in layer.linears]
     found = {linear.weight.q.dtype for linear in linears if isinstance(linear, ScaledLinear)}
     assert len(found) <= 1, found
     return found.pop() if found else None

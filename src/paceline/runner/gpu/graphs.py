@@ -73,7 +73,16 @@ class DraftKey(NamedTuple):
 
     tokens: int
     slots: int
+    undrawn: bool  # it ends with the logits, and a graph of its own draws: rows have rules, or guides
+
+
+class DraftDrawKey(NamedTuple):
+    """The draw of a step with drafts of the kind `undrawn`."""
+
+    tokens: int
+    slots: int
     with_rules: bool
+    guided: bool
 
 
 class MixedKey(NamedTuple):
@@ -83,7 +92,7 @@ class MixedKey(NamedTuple):
     slots: int
 
 
-Key = DecodeKey | DrawKey | DraftKey | MixedKey
+Key = DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
 
 
 def slot_buckets(max_slots: int) -> list[int]:
@@ -118,12 +127,12 @@ def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
     return sorted(pairs)
 
 
-def draft_keys(max_slots: int, max_tokens: int, *, with_rules: bool) -> list[DraftKey]:
-    """Rows that have many drafts are fewer: without rules there is a graph with fewer slots too."""
+def draft_keys(max_slots: int, max_tokens: int, *, undrawn: bool) -> list[DraftKey]:
+    """Rows that have many drafts are fewer: where it is drawn at once there is a graph with fewer slots too."""
     found = set()
     for bucket in (bucket for bucket in DRAFT_BUCKETS if bucket <= max_tokens):
-        found.add(DraftKey(bucket, min(bucket, max_slots), with_rules))
-        if not with_rules:
+        found.add(DraftKey(bucket, min(bucket, max_slots), undrawn))
+        if not undrawn:
             found.add(DraftKey(bucket, min(max(1, bucket // 4), max_slots), False))
     return sorted(found)
 

@@ -1,4 +1,4 @@
-"""Matrices as the device keeps them: of 16 bits (`DenseLinear`), or of eight with scales.
+"""Matrices as the device keeps them: of 16 bits (`DenseLinear`), or of eight or four with scales.
 
 A quantised matrix says how its values are made of what is stored; the step's products are the decoder's business
 (forward.py).
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.layers import DenseLinear
+from paceline.runner.gpu.kernels.packed_product import PackedWeight, group_numbers, pack_halves, unpack
 from paceline.runner.gpu.kernels.scaled_product import INNER_STEP, ScaledWeight
 from paceline.runner.gpu.kernels.scaled_rows import EIGHT_BITS
 
+GROUPS = (128, 64, 32)  # inputs that share a scale, of four bits
 _ROWS_AT_ONCE = 4096  # float32 of a whole matrix would take four times what is kept of it
 _TINY = 1e-20  # the largest number of a row of zeros
 
@@ -31,7 +33,20 @@ class ScaledLinear:
         return F.linear(x, dense.to(x.dtype), self.bias)
 
 
-DeviceLinear = DenseLinear | ScaledLinear
+class PackedLinear:
+    """Weights of four bits with a scale and an offset per group; inputs stay as they are."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dense = torch.empty(self.weight.shape, dtype=self.weight.scale.dtype, device=x.device)
+        unpack(dense, self.weight)
+        return F.linear(x, dense.to(x.dtype), self.bias)
+
+
+DeviceLinear = DenseLinear | ScaledLinear | PackedLinear
 
 
 def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
@@ -46,6 +61,34 @@ def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
         values.div_(scale[part, None])
         q[part] = (values.round_() if dtype == torch.int8 else values).clamp_(-most, most).to(dtype)
     return ScaledWeight(q, scale)
+
+
+def packed(matrix: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """A matrix of 16 or 32 bits as four bits in the largest groups that divide it."""
+    group = next(group for group in GROUPS if matrix.shape[1] % max(group, 64) == 0)
+    found = [
+        group_numbers(matrix[first : first + _ROWS_AT_ONCE].float(), group, dtype)
+        for first in range(0, len(matrix), _ROWS_AT_ONCE)
+    ]
+    numbers, scale, offset = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return PackedWeight(pack_halves(numbers, group), scale.T.contiguous(), offset.T.contiguous())
+
+
+def packed_of(numbers: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype) -> PackedWeight | None:
+    """Numbers [columns, inner] with scales and offsets [columns, groups]; None for groups that kernels do not take."""
+    group = numbers.shape[1] // scale.shape[1]
+    # Half a block lies in one group: larger groups are cut.
+    size = next((size for size in GROUPS if group % size == 0 and numbers.shape[1] % max(size, 64) == 0), 0)
+    if not size or numbers.shape[0] % 16:
+        return None
+    scale, offset = (
+        part.repeat_interleave(group // size, dim=1).to(dtype).T.contiguous() for part in (scale, offset)
+    )
+    return PackedWeight(pack_halves(numbers, size), scale, offset)
+
+
+def fits_four_bits(columns: int, inner: int) -> bool:
+    return columns % 16 == 0 and inner % 64 == 0
 
 
 def fits_eight_bits(columns: int, inner: int) -> bool:

@@ -186,7 +186,15 @@ def _pinned(count: int) -> Tensor:
 def _draft_shapes(drafts: DraftConfig, tokens: tuple[int, int]) -> dict[str, tuple[int, int]]:
     """Entries and width of the columns that drafts need."""
     rows = tokens[0]
-    shapes = {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+    shapes = {
+        "may_draft": (rows, 1),
+        "draft_fate": (rows, 1),
+        "draft_limits": (NUM_LIMITS, 1),
+        # Tokens that a guide is certain of: those of the step under way, and of the one behind it.
+        "certain": (rows, 2 * drafts.width + 1),
+        "certain_first": (rows, 1),
+        "certain_count": (rows, 1),
+    }
     if drafts.model:
         shapes["state_position"] = (rows, 1)
     if drafts.method == "history":

@@ -33,6 +33,7 @@ from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, Laun
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
 from paceline.runner.gpu.device_head import DeviceHead, HeadSite, build_head, further_layers
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
+from paceline.runner.gpu.drafted_steps import DraftedSteps, StepParts
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
     DRAWS,
@@ -40,15 +41,12 @@ from paceline.runner.gpu.graphs import (
     MAX_SPANS,
     DecodeKey,
     DecodeKind,
-    DraftKey,
     DrawKey,
     Key,
     MixedKey,
     StepGraphs,
     decode_keys,
     decode_kinds,
-    draft_key,
-    draft_keys,
     draw_keys,
     mixed_key,
     mixed_keys,
@@ -64,7 +62,7 @@ from paceline.runner.gpu.pending import DraftedPending, GPUPending
 from paceline.runner.gpu.token_sampling import DeviceSampler
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
-AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
+AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_S = 0.01  # a step that takes longer is measured twice, each alone
@@ -125,7 +123,6 @@ class GPURunner:
                 self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
             self._drafts = DeviceDrafts(drafts, memory, device=device, head=self._head, **sizes)
-        self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
         self._tokens = allocate_step_tokens(max_tokens, len(memory.tables), device)
         self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=device)
         self._next_seq = 1
@@ -133,10 +130,24 @@ class GPURunner:
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
         )
         self._graphs = StepGraphs()
+        self._drafted = None if self._drafts is None else self._drafted_steps(self._drafts, max_drafted)
         self._mixed = (
             mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
         )
         self._prepare(graphs)
+
+    def _drafted_steps(self, drafts: DeviceDrafts, max_tokens: int) -> DraftedSteps:
+        parts = StepParts(
+            queue=self._queue,
+            rows=self._rows,
+            decoder=self._decoder,
+            attention=self._attention,
+            sampler=self._sampler,
+            tokens=self._tokens,
+            visible=self._visible,
+            graphs=self._graphs,
+        )
+        return DraftedSteps(parts, drafts, self._head, max_tokens)
 
     def _prepare(self, graphs: bool) -> None:
         """Run every kind of step, and capture them."""
@@ -158,8 +169,8 @@ class GPURunner:
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
-        for drafted in self._draft_keys[False] + self._draft_keys[True]:
-            steps[drafted] = partial(self._drafted_step, drafted)
+        if self._drafted is not None:
+            steps |= self._drafted.steps()
         for mixed in self._mixed:
             steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
         return steps
@@ -183,17 +194,8 @@ class GPURunner:
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules, guided in DRAWS:
                 self._draw_step(DrawKey(slots, with_rules, guided))
-        if self._drafts is not None:
-            self._drafts.warm_up()
-        for keys in self._draft_keys:
-            # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
-            tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
-            kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
-            # A head's products are as large as there are slots.
-            of_head = {(key.tokens <= FEW_ROWS, key.slots): key for key in keys if self._head is not None}
-            tried = {*kinds.values(), *of_head.values()} if self._queue.is_gpu else keys[:1]
-            for drafted in tried:
-                self._drafted_step(drafted)
+        if self._drafted is not None:
+            self._drafted.warm_up()
         most = memory.max_slots
         few = [(1, 1), (1, 2), (2, 17), (min(most, 64), 1)]
         few += [(min(most, 256), 16), (min(most, 512), 8), (most, 4)]
@@ -217,12 +219,12 @@ class GPURunner:
     @property
     def draft_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with drafts that there are."""
-        return tuple(dict.fromkeys(key.tokens for key in self._draft_keys[False]))
+        return () if self._drafted is None else self._drafted.sizes
 
     def drafted_seconds(self, num_tokens: int) -> float:
         """How long a step with drafts of that size takes, with short contexts."""
-        key = next(key for key in self._draft_keys[False] if key.tokens == num_tokens)
-        return self._seconds(lambda: self._replay_or_run(key, self._drafted_step))
+        assert self._drafted is not None
+        return self._seconds(partial(self._drafted.run_size, num_tokens))
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
         """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
@@ -277,9 +279,10 @@ class GPURunner:
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
-            drafted = None if self._drafts is None else self._drafted_key(plan, batch)
-            if drafted is not None:
-                return self._submit_drafted(plan, batch, drafted, started_s)
+            drafted = None if self._drafted is None else self._drafted.key(plan, batch)
+            if self._drafted is not None and drafted is not None:
+                swapped = partial(self._swap_pool.completed, wait=False)
+                return self._drafted.submit(plan, batch, drafted, started_s=started_s, swapped=swapped)
             ring = self._ring[plan.seq % len(self._ring)]
             asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
             draw = self._compute(batch, is_asked=asked is not None)
@@ -290,9 +293,10 @@ class GPURunner:
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
                 started_s=started_s,
-                draw=partial(self._draw_late, ring, batch, asked, draw),
+                draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
                 failed=None if self._drafts is None else self._drafts.failed,
+                took=None if self._drafts is None else self._drafts.forced.took,
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
@@ -300,6 +304,7 @@ class GPURunner:
 
     def _draw_late(
         self,
+        plan: StepPlan,
         ring: Tensor,
         batch: DeviceBatch,
         asked: AskedLogprobs | None,
@@ -307,7 +312,10 @@ class GPURunner:
         guides: Mapping[int, Guide],
     ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
         with self._queue.entered():
-            return *self._finish(ring, batch, asked, draw, guides), self._sampler.guided
+            done, logprobs = self._finish(ring, batch, asked, draw, guides)
+        if self._drafts is not None and self._drafts.looks_ahead(plan):
+            self._drafts.forced.look(batch.sampled.tolist(), guides)
+        return done, logprobs, self._sampler.guided
 
     def _finish(
         self,
@@ -417,72 +425,6 @@ class GPURunner:
         if is_asked:
             self._sampler.report(self._decoder.last_logits(key.slots), self._slot_rows(key.slots))
         return None
-
-    def _drafted_key(self, plan: StepPlan, batch: DeviceBatch) -> DraftKey | None:
-        """How a step with drafts is run; None: it has none, as planned or because of what its rows are."""
-        drafts, sampler = self._drafts, self._sampler
-        assert drafts is not None
-        rows = len(batch.decode)
-        if (
-            not drafts.is_due(plan)
-            or not rows
-            or len(batch.spans)
-            or batch.num_pad
-            or len(self._rows.sharing)
-        ):
-            return None
-        if (
-            sampler.any_guided(batch)
-            or sampler.logprobs.any_asked(batch)
-            or sampler.is_host[batch.decode].any()
-        ):
-            return None
-        with_rules = bool(sampler.has_logit_rules[batch.decode].any())
-        return draft_key(self._draft_keys[with_rules], rows, plan.draft_tokens)
-
-    def _submit_drafted(
-        self, plan: StepPlan, batch: DeviceBatch, key: DraftKey, started_s: float
-    ) -> DraftedPending:
-        drafts = self._drafts
-        assert drafts is not None
-        drafts.put_limits(plan, key.tokens - len(batch.decode))
-        self._rows.memory.send()
-        self._replay_or_run(key, self._drafted_step)
-        ring = drafts.ring[plan.seq % len(drafts.ring)]
-        ring.copy_(drafts.report, non_blocking=True)
-        return DraftedPending(
-            seq=plan.seq,
-            batch=batch,
-            width=plan.draft_width,
-            ring=ring.numpy(),
-            max_slots=self.max_slots,
-            failed=drafts.failed,
-            swapped=partial(self._swap_pool.completed, wait=False),
-            started_s=started_s,
-            done=self._queue.mark(),
-        )
-
-    def _drafted_step(self, key: DraftKey) -> None:
-        """A step in which all rows decode, each with the drafts that are made for it here."""
-        assert self._drafts is not None
-        drafts, tokens = self._drafts, self._tokens
-        slot_rows = self._slot_rows(key.slots)
-        overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
-        shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
-        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens, overlapped=overlapped)
-        step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
-        hidden = self._decoder.forward(tokens, self._attention, step)
-        head, behind = self._head, hidden
-        if head is not None:
-            behind = head.follow_drafts(tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped)
-        logits = self._decoder.logits(hidden, None)
-        draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
-        self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
-        first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
-        if head is not None:
-            head.keep(tokens, behind, slot_rows, drafts.layout.first, drafts.counts)
-        if key.with_rules:
-            self._sampler.note_first(slot_rows, first)
 
     def _draw_decoded(
         self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool, guides: Mapping[int, Guide]
