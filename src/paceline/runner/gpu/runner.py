@@ -282,6 +282,8 @@ class GPURunner:
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
+            else:
+                pending.computed = Mark.timed(self._queue.device)
             return pending
 
     def _draw_late(
@@ -291,9 +293,10 @@ class GPURunner:
         asked: AskedLogprobs | None,
         draw: Draw | None,
         guides: Mapping[int, Guide],
-    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
+    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]:
         with self._queue.entered():
-            return *self._finish(ring, batch, asked, draw, guides), self._sampler.guided
+            done, logprobs = self._finish(ring, batch, asked, draw, guides)
+            return done, logprobs, self._sampler.guided, self._sampler.masked
 
     def _finish(
         self,
