@@ -180,7 +180,7 @@ def test_masks_and_forced_tokens_are_counted() -> None:
         free = answer(step, texts, [sampling, sampling], NoGuesses([]))[1]
     finally:
         step.close()
-    assert (plain.masks, plain.forced_tokens) == (33, 0) and plain.mask_s > 0
+    assert (plain.masks, plain.forced_tokens) == (33, 0) and plain.mask_wait_s == plain.mask_s > 0
     assert forced.forced_tokens == forced.accepted_tokens > 5
     assert forced.masks == 33 - forced.accepted_tokens + forced.draft_tokens and forced.mask_s > 0
     assert (free.masks, free.mask_s, free.forced_tokens) == (0, 0.0, 0)

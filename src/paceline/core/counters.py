@@ -60,6 +60,7 @@ class Counters:
     accepted_tokens: int = 0  # of these, right and delivered
     masks: int = 0  # of tokens that may come next, made for rows with a guide
     mask_s: float = 0.0
+    mask_wait_s: float = 0.0  # that draws waited for them
     forced_tokens: int = 0  # of the accepted drafts, those that a guide was certain of
     compiled: int = 0  # structures
     compile_s: float = 0.0

@@ -166,9 +166,8 @@ class LayerGroup:
             names = self.cache.names(entered)
             self.pool.evictable.entered(entered, names)
             if self.wanted:
-                for block, name in zip(entered, names, strict=True):
-                    if name in self.wanted:
-                        self.pool.evictable.want(block)
+                pairs = zip(entered, names, strict=True)
+                self.pool.evictable.want([block for block, name in pairs if name in self.wanted])
         self.published[row] = until
 
     def want(self, names: Sequence[bytes]) -> None:
@@ -176,18 +175,21 @@ class LayerGroup:
 
         What lies behind a missing block is of no use to it, and is not kept for it.
         """
-        whole = True
+        found: list[int] = []
+        missing: list[bytes] = []
         for name in names:
             self.wanted[name] = self.wanted.get(name, 0) + 1
             block = self.cache.named(name)
-            whole = whole and block is not None
             if block is None:
-                self.pool.evictable.miss(name)
-            elif whole or self.window is not None:
-                self.pool.evictable.want(block)
+                missing.append(name)
+            elif not missing or self.window is not None:
+                found.append(block)
+        self.pool.evictable.want(found)
+        self.pool.evictable.miss(missing)
 
     def unwant(self, names: Sequence[bytes]) -> None:
         """It waits no longer. The last block first: that is how a prompt's blocks are set free."""
+        left: list[int] = []
         for name in reversed(names):
             others = self.wanted[name] - 1
             if others:
@@ -196,7 +198,8 @@ class LayerGroup:
             del self.wanted[name]
             block = self.cache.named(name)
             if block is not None:
-                self.pool.evictable.unwant(block)
+                left.append(block)
+        self.pool.evictable.unwant(left)
 
     def quarantine(self, row: int) -> None:
         """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""

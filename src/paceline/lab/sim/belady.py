@@ -10,8 +10,10 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import BlockPool, EvictionOrder
+from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder
 
 Arrivals = Mapping[bytes, Sequence[float]]  # by name of a block, when requests that begin with it arrive
 
@@ -51,21 +53,22 @@ class Belady(EvictionOrder):
             name = self._names[block]
             self._served[name] = self._served.get(name, 0) + 1
 
-    def add(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
+    def add(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
             self._last += 1
             self._number[block] = self._last
             heapq.heappush(self._heap, (-self._next_s(block), self._last, block))
 
-    def remove(self, block: int) -> None:
-        del self._number[block]
+    def remove(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
+            del self._number[block]
 
     def pick(self, count: int) -> list[int]:
         picked: list[int] = []
         while len(picked) < count:
             _, number, block = heapq.heappop(self._heap)
             if self._number.get(block) == number:
-                self.remove(block)
+                del self._number[block]
                 picked.append(block)
         return picked
 

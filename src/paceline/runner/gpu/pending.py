@@ -42,17 +42,19 @@ class GPUPending:
     ring: NDArray[np.int32]
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
+    computed: Mark | None = None  # where the logits of a step with guides are there
+    masked: Mark | None = None  # and where its masks are
     failed: set[int] | None = None  # gets the rows whose numbers are not usable
     took: Callable[[I32, I32], None] | None = None  # hears how many tokens rows have got
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
         if self.done is None:  # else no row with a guide gets a token in this step
-            self.done, self.logprobs, self.guided = self.draw(guides)
+            self.done, self.logprobs, self.guided, self.masked = self.draw(guides)
 
     def wait(self) -> StepResult:
         assert self.done is not None, "rows with guides draw when these have come"
@@ -88,8 +90,13 @@ class GPUPending:
             copies_done=self.swapped(),
             logprobs=logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            guided=self.guided,
+            guided=self._guided(),
         )
+
+    def _guided(self) -> GuideWork | None:
+        if self.guided is None or self.computed is None or self.masked is None:
+            return self.guided
+        return self.guided._replace(wait_s=self.masked.seconds_since(self.computed))
 
 
 def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]

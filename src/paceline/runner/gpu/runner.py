@@ -300,6 +300,8 @@ class GPURunner:
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
+            else:
+                pending.computed = Mark.timed(self._queue.device)
             return pending
 
     def _draw_late(
@@ -310,12 +312,12 @@ class GPURunner:
         asked: AskedLogprobs | None,
         draw: Draw | None,
         guides: Mapping[int, Guide],
-    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
+    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]:
         with self._queue.entered():
             done, logprobs = self._finish(ring, batch, asked, draw, guides)
         if self._drafts is not None and self._drafts.looks_ahead(plan):
             self._drafts.forced.look(batch.sampled.tolist(), guides)
-        return done, logprobs, self._sampler.guided
+        return done, logprobs, self._sampler.guided, self._sampler.masked
 
     def _finish(
         self,

@@ -305,6 +305,11 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "structured_masks", "Masks made of the tokens that may come next.", stats.counters.masks
     yield "structured_mask_seconds", "Time of making them.", stats.counters.mask_s
     yield (
+        "structured_mask_wait_seconds",
+        "Time that the draws of steps waited for them; on a CPU all of it.",
+        stats.counters.mask_wait_s,
+    )
+    yield (
         "structured_forced_tokens",
         "Tokens delivered as drafts that a structure forced.",
         stats.counters.forced_tokens,
