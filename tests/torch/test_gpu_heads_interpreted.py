@@ -110,9 +110,9 @@ class Guessing:
     def _listen_to(self, head: DeviceHead) -> None:
         guess = head.guess
 
-        def listen(into: Proposals, slot_rows: torch.Tensor, *, overlapped: bool) -> None:
+        def listen(into: Proposals, slot_rows: torch.Tensor, most: int, *, overlapped: bool) -> None:
             into.kind.fill_(-1)  # what the row's own text says is left out
-            guess(into, slot_rows, overlapped=overlapped)
+            guess(into, slot_rows, most, overlapped=overlapped)
             rows = head._memory.columns
             for slot, row in enumerate(slot_rows.tolist()):
                 number, length = int(head._guesses.number[slot]), int(rows.length[row])

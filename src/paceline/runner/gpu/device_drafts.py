@@ -231,7 +231,7 @@ class DeviceDrafts:
         if guided:
             self.forced.propose(made, slot_rows)
         if self._head is not None:
-            self._head.guess(made, slot_rows, overlapped=overlapped)
+            self._head.guess(made, slot_rows, num_tokens - 1, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
         write_drafted_tokens(
             into,

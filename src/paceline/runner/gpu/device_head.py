@@ -167,11 +167,12 @@ class DeviceHead(ABC):
         """The rows got `count` int32 [slots] tokens: as many of theirs in the step, from `first` on, were right."""
         keep_states(self._kept, behind, tokens, slot_rows, first, count)
 
-    def guess(self, into: Proposals, slot_rows: Tensor, *, overlapped: bool) -> None:
-        """Guesses of the next tokens of `slot_rows` [slots]; they replace those in `into` that are trusted less."""
+    def guess(self, into: Proposals, slot_rows: Tensor, most: int, *, overlapped: bool) -> None:
+        """Guesses of the next tokens of `slot_rows` [slots], `most` of a row; they replace those in `into` that are
+        trusted less."""
         tokens, slots = self._tokens, len(slot_rows)
         decode_inputs(tokens, self._visible, self._memory.columns, slot_rows, [self._table])
-        for depth in range(self.most):
+        for depth in range(min(self.most, most)):
             logits = self._pass(depth, slot_rows, overlapped)
             draw_guesses(
                 self._guesses,
