@@ -60,6 +60,7 @@ from paceline.runner.gpu.kernels.step_rows import StepTokens
 from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinear
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
+_WIDE = 4096  # hidden entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,9 @@ class DeviceDecoder:
             or spec.experts
             or spec.activation != "silu"
         )
+        scaled = _scaled_dtype(self._layers)
+        # Eight bits of a large model are read faster by matrix instructions than norms are saved.
+        self._joins_norms = self._is_plain and (scaled is None or spec.hidden_size < _WIDE)
 
         def room(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -160,7 +164,6 @@ class DeviceDecoder:
         self._taps = taps
         # Of the tokens of the last step, one tap beside the other.
         self.tapped = room(max_tokens if taps else 0, len(taps) * width)
-        scaled = _scaled_dtype(self._layers)
         if scaled is not None:  # inputs of a product, of eight bits; the next product has others
             widest = max(width, inner, spec.num_heads * spec.head_dim)
             self._eight_bits = room(1, max_tokens * widest, scaled)[0]
@@ -200,7 +203,7 @@ class DeviceDecoder:
         places = [
             TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
         ]
-        if count == 1 and self._is_plain:
+        if count == 1 and self._joins_norms:
             return self._forward_one(attention, step, places)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
