@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.runner.gpu.kernels.block_product import (
+    BlockWeight,
+    block_product,
+    block_tuning,
+    unpack_blocks,
+)
 from paceline.runner.gpu.kernels.gated_product import Activation, gated_rows
 from paceline.runner.gpu.kernels.packed_product import packed_product, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
@@ -198,3 +204,34 @@ def check_packing(shape: Shape, columns: int, inner: int) -> None:
         float((part.double().view_as(grouped) - grouped).square().mean()) for part in (dense, plain)
     )
     assert 0 < error < whole
+
+
+def check_block_product(
+    shape: Shape,
+    rows: int,
+    columns: int,
+    inner: int,
+    group: int,
+    *,
+    narrow: bool = False,
+    gated: bool = False,
+) -> None:
+    """The product, and the matrix unpacked, of e4m3 with a scale per group of inputs."""
+    total = columns * (2 if gated else 1)
+    q = (shape.random(total, inner) * 40).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    q[0, :3] = torch.tensor([2.0**-9, -(2.0**-8), 448.0]).to(
+        q.dtype
+    )  # beyond normal numbers, and the largest
+    scale = (torch.rand(inner // group, total, device=shape.device) + 0.1) * inner**-0.5 / 40
+    weight = BlockWeight(q, scale)
+    exact = q.double() * scale.double().T.repeat_interleave(group, dim=1)
+    dense = torch.full((total, inner), NAN, device=shape.device, dtype=shape.dtype)
+    unpack_blocks(dense, weight)
+    assert_close(dense, exact, shape.tolerance)
+    x = shape.random(rows, inner)
+    tuning = block_tuning(rows, columns, inner, group, narrow=narrow)
+    sizes = (rows, columns) if tuning.parts == 1 else (tuning.parts, rows, columns)
+    out = torch.full(sizes, NAN, device=shape.device, dtype=shape.dtype if len(sizes) == 2 else torch.float32)
+    block_product(out, x, weight, tuning=tuning, gated=gated)
+    right = reference_skinny_product(x, exact, gated=gated)
+    assert_close(out if len(sizes) == 2 else out.sum(0), right, shape.tolerance)

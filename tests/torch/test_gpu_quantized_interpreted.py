@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,9 +30,11 @@ from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage
 from paceline.runner.gpu.kernels.packed_product import group_numbers
+from paceline.runner.gpu.linears import GroupedLinear, ScaledLinear
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
+from tests.pure.models.quantized_files import FORMATS, save, written
 from tests.torch.test_gpu_runner_interpreted import CONFIG
 
 STRETCH = 6.0  # of the layers' weights
@@ -78,7 +81,7 @@ class RoundedStorage(DenseStorage):
         if self._quantization == "auto" or not weights[0].name.startswith("model.layers."):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
-            group = 128 if matrix.shape[1] % 128 == 0 else 64
+            group = 128 if matrix.shape[1] % 128 == 0 else 32
             return DenseLinear(reference_packed(*group_numbers(matrix, group, torch.float32)).float())
         return RoundedLinear(matrix, EIGHT[self._quantization])
 
@@ -129,3 +132,21 @@ def test_weights_are_rounded_the_same_in_every_kind_of_step(
     found, logprobs = generate(tmp_path, device)
     assert found == tokens
     assert logprobs == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_of_files_stay_quantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up as one, as a layer has them; without quantisation they are unpacked."""
+    exact_fp8(monkeypatch)
+    model = written(name)
+    checkpoint = open_checkpoint(save(tmp_path, model))
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    values = torch.from_numpy(np.concatenate([model.values[each] for each in names]))
+    x = torch.randn(3, values.shape[1])
+    tensors = [checkpoint.tensor(each) for each in names]
+    scaled = "int8" in name or ("fp8" in name and "blocks" not in name)
+    for quantization, kind in (("auto", ScaledLinear if scaled else GroupedLinear), ("none", DenseLinear)):
+        storage = DeviceStorage(torch.device("cpu"), torch.float32, quantization)
+        linear = storage.linear(tensors, None)
+        assert isinstance(linear, kind)
+        torch.testing.assert_close(linear(x).double(), x.double() @ values.T, rtol=1e-4, atol=1e-3)

@@ -81,6 +81,11 @@ def test_products_of_four_bits_in_parts() -> None:
     scaled.check_packed_product(SMALL, 19, 32, 512, 128, ProductTuning(columns=16, inner=128, parts=2))
 
 
+@pytest.mark.parametrize("group, narrow, gated", [(128, False, False), (128, True, False), (32, False, True)])
+def test_products_of_blocks(group: int, narrow: bool, gated: bool) -> None:
+    scaled.check_block_product(SMALL, 5, 32, 256, group, narrow=narrow, gated=gated)
+
+
 def test_four_bits_come_close() -> None:
     scaled.check_packing(SMALL, 32, 256)
 

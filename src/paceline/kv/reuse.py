@@ -122,8 +122,8 @@ class ReuseOrder(EvictionOrder):
         # Releases by class and bin, and how many entries they have, stale ones too.
         self._queues: list[deque[Release]] = [deque() for _ in range(NUM_CLASSES * len(BINS))]
         self._entries = 0
-        # What is learned: by queue, hits and block-seconds. Blocks at risk, with evicted ones, by class and epoch: columns
-        # are a ring, with a last one for the old.
+        # What is learned: by queue, hits and block-seconds. Blocks at risk, with evicted ones, by class and epoch: the
+        # columns are a ring, and one more for the old.
         self.hits = np.zeros(len(self._queues))
         self.risk = np.zeros(len(self._queues))
         self._at_risk: Counts = np.zeros((NUM_CLASSES, OLD + 1), np.int64)
@@ -229,6 +229,8 @@ class ReuseOrder(EvictionOrder):
 
     def miss(self, names: Sequence[bytes]) -> None:
         """A waiting request would have hit blocks of these names; what was evicted of them has returned too."""
+        if not self._evicted:
+            return
         self._look()
         places = [place for name in names if (place := self._evicted.get(name)) is not None]
         self._return(self._ring, np.array(places, np.int64))

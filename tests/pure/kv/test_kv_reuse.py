@@ -27,7 +27,7 @@ from paceline.kv.reuse import (
     faded,
     index_of,
 )
-from paceline.kv.wishes import Wishes
+from paceline.kv.wishes import MOST_AT_ONCE, Wishes
 from paceline.lab.sim.belady import arrivals_by_name, pools_with
 
 SECOND = 1_000_000
@@ -233,7 +233,9 @@ def test_the_index_looks_ahead_to_a_better_age() -> None:
 
 
 def wait_for(cache: Cache, number: int, *names: object) -> None:
+    """A request has waited for a second."""
     cache.wishes.comes(number, [key(name) for name in names], len(names) + 1)
+    cache.at(cache.kv.block_time.now_us / SECOND + 1.0)
     cache.wishes.settle()
 
 
@@ -266,6 +268,16 @@ def test_what_no_request_waits_for_any_more_is_like_the_rest() -> None:
     cache.wishes.settle()
     assert cache.waiting() == ["d", "c", "b", "a"] and not cache.kv.groups[0].wanted
     assert cache.order.num_wanted() == 0
+
+
+def test_a_short_wait_costs_nothing_and_a_step_looks_up_few() -> None:
+    cache = Cache(100)
+    for number in range(40):
+        cache.wishes.comes(number, [key(number)], 2)
+    for time_s, num_wishes in ((0.9, 0), (1.0, MOST_AT_ONCE), (1.0, 2 * MOST_AT_ONCE), (1.0, 40)):
+        cache.at(time_s)
+        cache.wishes.settle()
+        assert len(cache.wishes) == num_wishes
 
 
 def test_two_requests_may_wait_for_one_block() -> None:

@@ -31,11 +31,12 @@ from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
+from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.gpu.linears import (
-    PackedLinear,
+    GroupedLinear,
     ScaledLinear,
     fits_eight_bits,
     fits_four_bits,
@@ -188,6 +189,7 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What eight bits would harm most for what they spare.
 _KEPT = ("embed_tokens.weight", "lm_head.weight")
 _QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+BLOCK_GROUPS = (128, 64, 32)  # inputs that share a scale in products of e4m3
 _FILES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 
 
@@ -209,12 +211,12 @@ class DeviceStorage:
         if isinstance(kept, ScaledWeight):
             return ScaledLinear(kept, bias)
         if kept is not None:
-            return PackedLinear(kept, bias)
+            return GroupedLinear(kept, bias)
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
         if self._quantization == "int4" and not name.endswith(_KEPT) and not self._is_expert(weights):
-            return PackedLinear(self._four_bits(matrix, name), bias)
+            return GroupedLinear(self._four_bits(matrix, name), bias)
         if self._eight_bits is not None and not name.endswith(_KEPT) and not self._is_expert(weights):
             return self._scaled(matrix, bias, name)
         return DenseLinear(matrix, bias)
@@ -223,9 +225,8 @@ class DeviceStorage:
         # Only its table is used: `forward` picks rows of it.
         return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
 
-    def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | None:
-        """Matrices as the file has them, of eight bits with a scale per row or of four with groups; None for others,
-        which are unpacked."""
+    def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
+        """Matrices as the file has them; None for those that no product takes, which are unpacked."""
         kinds = {weight.dtype for weight in weights}
         if (
             self._quantization == "none"
@@ -237,7 +238,8 @@ class DeviceStorage:
         records = [record_of(weight) for weight in weights]
         if kinds == {INT4}:
             return self._packed_records(records)
-        fits = all(fits_eight_bits(*record.q.shape) and record.scale.shape[1] == 1 for record in records)
+        groups = {record.scale.shape[1] for record in records}
+        fits = len(groups) == 1 and all(fits_eight_bits(*record.q.shape) for record in records)
         if not fits or (self._device.type == "cuda" and self._dtype != torch.bfloat16):
             return None
         dtype = _FILES[kinds.pop()]
@@ -245,8 +247,11 @@ class DeviceStorage:
             if dtype == torch.float8_e4m3fn and ((record.q & 127) == 127).any():
                 check_finite(np.full(1, np.nan, np.float32), weight.name)
         q = torch.cat([torch.from_numpy(record.q) for record in records]).to(self._device)
-        scale = torch.cat([torch.from_numpy(record.scale[:, 0].copy()) for record in records])
-        return ScaledWeight(q.view(dtype), scale.to(self._device))
+        scale = torch.cat([torch.from_numpy(record.scale) for record in records]).to(self._device)
+        if groups == {1}:
+            return ScaledWeight(q.view(dtype), scale[:, 0].contiguous())
+        fits = dtype == torch.float8_e4m3fn and q.shape[1] // scale.shape[1] in BLOCK_GROUPS
+        return BlockWeight(q.view(dtype), scale.T.contiguous()) if fits else None
 
     def _packed_records(self, records: Sequence[Record]) -> PackedWeight | None:
         if len({record.scale.shape[1] for record in records}) > 1:

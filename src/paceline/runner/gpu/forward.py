@@ -34,7 +34,6 @@ from paceline.runner.gpu.kernels.gated_product import (
     gated_rows,
     is_worth_gating,
 )
-from paceline.runner.gpu.kernels.packed_product import packed_product, packed_tuning, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
@@ -58,9 +57,10 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.linears import DeviceLinear, PackedLinear, ScaledLinear
+from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinear
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
+_WIDE = 4096  # hidden entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +132,10 @@ class DeviceDecoder:
             self._expert_buffers = allocate_expert_buffers(max_tokens, first.per_token, first.weights, device)
         self._activation: Activation = "silu" if spec.activation == "silu" else "gelu_tanh"
         self._multiprocessors = 0 if self.dtype == torch.float32 else _multiprocessors(device)
-        packed = [
-            linear for layer in self._layers for linear in layer.linears if isinstance(linear, PackedLinear)
+        grouped = [
+            linear for layer in self._layers for linear in layer.linears if isinstance(linear, GroupedLinear)
         ]
-        sizes = [math.prod(linear.weight.shape) for linear in packed]
+        sizes = [math.prod(linear.weight.shape) for linear in grouped]
         self._is_plain = not (
             sizes
             or spec.qkv_bias
@@ -144,6 +144,9 @@ class DeviceDecoder:
             or spec.experts
             or spec.activation != "silu"
         )
+        scaled = _scaled_dtype(self._layers)
+        # Eight bits of a large model are read faster by matrix instructions than norms are saved.
+        self._joins_norms = self._is_plain and (scaled is None or spec.hidden_size < _WIDE)
 
         def room(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -161,7 +164,6 @@ class DeviceDecoder:
         self._taps = taps
         # Of the tokens of the last step, one tap beside the other.
         self.tapped = room(max_tokens if taps else 0, len(taps) * width)
-        scaled = _scaled_dtype(self._layers)
         if scaled is not None:  # inputs of a product, of eight bits; the next product has others
             widest = max(width, inner, spec.num_heads * spec.head_dim)
             self._eight_bits = room(1, max_tokens * widest, scaled)[0]
@@ -201,7 +203,7 @@ class DeviceDecoder:
         places = [
             TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
         ]
-        if count == 1 and self._is_plain:
+        if count == 1 and self._joins_norms:
             return self._forward_one(attention, step, places)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -311,10 +313,10 @@ class DeviceDecoder:
             return self._scaled_times(self._quantized(x, overlapped), linear, self._product, overlapped)
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
-        if isinstance(linear, PackedLinear):
+        if isinstance(linear, GroupedLinear):
             if len(x) <= MAX_ROWS:
-                out, cut = self._product[: len(x)], packed_tuning(len(x), *linear.weight.shape)
-                packed_product(out, x, linear.weight, tuning=cut, overlapped=overlapped)
+                out, cut = self._product[: len(x)], linear.tuning(len(x), linear.weight.shape[0])
+                linear.product(out, x, tuning=cut, overlapped=overlapped)
                 return out if linear.bias is None else out.add_(linear.bias)
             linear = self._unpacked(linear)
         if self._has_few_rows(x) and linear.bias is None:
@@ -344,11 +346,11 @@ class DeviceDecoder:
             update = self._scaled_times(x, linear, self._update, overlapped)
             return self._normed_update(update, norm, overlapped)
         assert isinstance(x, Tensor)
-        if isinstance(linear, PackedLinear):
+        if isinstance(linear, GroupedLinear):
             if is_bare and len(x) <= MAX_ROWS:
-                tuning = packed_tuning(len(x), *linear.weight.shape, narrow=True)
+                tuning = linear.tuning(len(x), linear.weight.shape[0], narrow=True)
                 parts = self._parts_for(tuning, x, linear.weight.shape[0])
-                packed_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
+                linear.product(parts, x, tuning=tuning, overlapped=overlapped)
                 return parts
             linear = self._unpacked(linear)
         if is_bare and self._has_few_rows(x):
@@ -404,19 +406,19 @@ class DeviceDecoder:
         gated_activation(narrow, wide, activation=self._activation, overlapped=overlapped)
         return narrow
 
-    def _unpacked(self, linear: PackedLinear) -> DenseLinear:
+    def _unpacked(self, linear: GroupedLinear) -> DenseLinear:
         """In memory that the next such matrix uses too."""
         dense = self._dense[: math.prod(linear.weight.shape)].view(linear.weight.shape)
-        unpack(dense, linear.weight)
+        linear.unpack(dense)
         return DenseLinear(dense, linear.bias)
 
-    def _gate(self, normed: Tensor, gate_up: DenseLinear | PackedLinear, overlapped: bool) -> Tensor:
+    def _gate(self, normed: Tensor, gate_up: DenseLinear | GroupedLinear, overlapped: bool) -> Tensor:
         narrow = self._narrow[: len(normed)]
         shape = (len(normed), narrow.shape[1], normed.shape[1])
-        if isinstance(gate_up, PackedLinear):
+        if isinstance(gate_up, GroupedLinear):
             if gate_up.bias is None and len(normed) <= MAX_ROWS and self._activation == "silu":
-                cut = packed_tuning(*shape)
-                packed_product(narrow, normed, gate_up.weight, tuning=cut, gated=True, overlapped=overlapped)
+                cut = gate_up.tuning(*shape[:2])
+                gate_up.product(narrow, normed, tuning=cut, gated=True, overlapped=overlapped)
                 return narrow
             gate_up = self._unpacked(gate_up)
         tuning: ProductTuning | None = None
@@ -483,7 +485,7 @@ def _row(
     gated: bool = False,
     overlapped: bool,
 ) -> None:
-    assert not isinstance(linear, PackedLinear)
+    assert not isinstance(linear, GroupedLinear)
     if isinstance(linear, ScaledLinear):
         scaled_row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
     else:

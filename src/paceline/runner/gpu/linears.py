@@ -11,9 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.layers import DenseLinear
-from paceline.runner.gpu.kernels.packed_product import PackedWeight, group_numbers, pack_halves, unpack
+from paceline.runner.gpu.kernels.block_product import (
+    BlockWeight,
+    block_product,
+    block_tuning,
+    unpack_blocks,
+)
+from paceline.runner.gpu.kernels.packed_product import (
+    PackedWeight,
+    group_numbers,
+    half_block,
+    pack_halves,
+    packed_product,
+    packed_tuning,
+    unpack,
+)
 from paceline.runner.gpu.kernels.scaled_product import INNER_STEP, ScaledWeight
 from paceline.runner.gpu.kernels.scaled_rows import EIGHT_BITS
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 
 GROUPS = (128, 64, 32)  # inputs that share a scale, of four bits
 _ROWS_AT_ONCE = 4096  # float32 of a whole matrix would take four times what is kept of it
@@ -33,20 +48,42 @@ class ScaledLinear:
         return F.linear(x, dense.to(x.dtype), self.bias)
 
 
-class PackedLinear:
-    """Weights of four bits with a scale and an offset per group; inputs stay as they are."""
+class GroupedLinear:
+    """Weights of four bits, or of e4m3, with scales for groups of inputs; inputs stay as they are."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: PackedWeight | BlockWeight, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        dense = torch.empty(self.weight.shape, dtype=self.weight.scale.dtype, device=x.device)
-        unpack(dense, self.weight)
-        return F.linear(x, dense.to(x.dtype), self.bias)
+        dense = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
+        self.unpack(dense)
+        return F.linear(x, dense, self.bias)
+
+    def tuning(self, rows: int, columns: int, *, narrow: bool = False) -> ProductTuning:
+        """How a product of few rows is cut; `columns` of its result."""
+        inner = self.weight.shape[1]
+        if isinstance(self.weight, BlockWeight):
+            return block_tuning(rows, columns, inner, self.weight.group, narrow=narrow)
+        return packed_tuning(rows, columns, inner, narrow=narrow)
+
+    def product(
+        self, out: Tensor, x: Tensor, *, tuning: ProductTuning, gated: bool = False, overlapped: bool = False
+    ) -> None:
+        """Of few rows, without the bias: see `packed_product`."""
+        if isinstance(self.weight, BlockWeight):
+            block_product(out, x, self.weight, tuning=tuning, gated=gated, overlapped=overlapped)
+        else:
+            packed_product(out, x, self.weight, tuning=tuning, gated=gated, overlapped=overlapped)
+
+    def unpack(self, out: Tensor) -> None:
+        if isinstance(self.weight, BlockWeight):
+            unpack_blocks(out, self.weight)
+        else:
+            unpack(out, self.weight)
 
 
-DeviceLinear = DenseLinear | ScaledLinear | PackedLinear
+DeviceLinear = DenseLinear | ScaledLinear | GroupedLinear
 
 
 def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
@@ -65,7 +102,7 @@ def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
 
 def packed(matrix: Tensor, dtype: torch.dtype) -> PackedWeight:
     """A matrix of 16 or 32 bits as four bits in the largest groups that divide it."""
-    group = next(group for group in GROUPS if matrix.shape[1] % max(group, 64) == 0)
+    group = next(group for group in GROUPS if matrix.shape[1] % (2 * half_block(group)) == 0)
     found = [
         group_numbers(matrix[first : first + _ROWS_AT_ONCE].float(), group, dtype)
         for first in range(0, len(matrix), _ROWS_AT_ONCE)
@@ -78,7 +115,8 @@ def packed_of(numbers: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
     """Numbers [columns, inner] with scales and offsets [columns, groups]; None for groups that kernels do not take."""
     group = numbers.shape[1] // scale.shape[1]
     # Half a block lies in one group: larger groups are cut.
-    size = next((size for size in GROUPS if group % size == 0 and numbers.shape[1] % max(size, 64) == 0), 0)
+    inner = numbers.shape[1]
+    size = next((size for size in GROUPS if group % size == 0 and inner % (2 * half_block(size)) == 0), 0)
     if not size or numbers.shape[0] % 16:
         return None
     scale, offset = (
