@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.guides import ScriptedMaker, structure
+from paceline.core.structure import Structure
+from tests.guides import ScriptedGuide, ScriptedMaker, structure
 from tests.torch.interpreted import reason_to_skip
 
 if reason := reason_to_skip():
@@ -27,6 +28,7 @@ from paceline.core.plan import DraftTally, Runner
 from paceline.core.request import Cost
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.engine.guides import Guides
 from paceline.factory import build_engine
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
@@ -51,6 +53,25 @@ class QuickRunner(GPURunner):
 
     def _warm_up(self) -> None:
         self._decoder._is_plain = False
+
+
+class SureGuide(ScriptedGuide):
+    """Is certain of tokens that are only possible: as a text that can be spelt in several ways."""
+
+    def forced(self) -> list[int]:
+        guide, found = self.copy(), []
+        while len(found) < 5 and not guide.is_over:
+            found.append(guide.only if guide.only is not None else 30 + (guide._salt + guide.count) % 3)
+            guide.count += 1
+        return found
+
+    def copy(self) -> SureGuide:
+        return SureGuide(self._source, self._vocab_size, self.count)
+
+
+class SureMaker(ScriptedMaker):
+    def take(self, structure: Structure) -> ScriptedGuide | None:
+        return SureGuide(structure.source, self._vocab_size)
 
 
 def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: int) -> Engine:
@@ -209,3 +230,17 @@ def test_what_a_guide_forces_is_drafted_beside_other_rows(folder: Path, method: 
     assert found == expected
     # Two tokens of five are certain: the second of them is drafted behind the first.
     assert counters.forced_tokens >= 2 and counters.accepted_tokens > counters.forced_tokens
+
+
+def test_a_guide_that_was_too_sure_changes_no_token(folder: Path) -> None:
+    """Drafts of a guide that are not drawn, branches of one request, and a row that has none."""
+    guided = SamplingParams(max_tokens=12, temperature=0.9, seed=6, structured_outputs=structure(5, 40), n=2)
+    requests = [([7, 8, 9], guided), (list(range(40, 60)), replace(PLAIN[0], max_tokens=8))]
+    checkpoint, found = open_checkpoint(folder, load_format="dummy"), []
+    for drafts, maker in ((None, ScriptedMaker), (DraftConfig(method="ngram", width=3), SureMaker)):
+        engine = make_engine(checkpoint, drafts, depth=1)
+        engine.guides = Guides(engine.scheduler, maker(512))
+        found.append(finish(engine, requests))
+    counters = engine.scheduler.state.counters
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert 0 < counters.accepted_tokens < counters.draft_tokens and counters.forced_tokens > 0
