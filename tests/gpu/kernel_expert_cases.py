@@ -19,6 +19,7 @@ from paceline.runner.gpu.kernels.expert_product import (
     expert_product,
     plan_experts,
 )
+from paceline.runner.gpu.linears import quantized
 from tests.gpu.kernel_references import reference_expert_product, reference_order
 
 
@@ -103,3 +104,21 @@ def check_product(
     expert_product(out, x, chosen, weight, weights, buffers, tuning=tuning)
     expected = reference_expert_product(x, chosen, weight, weights)
     assert_close(out, expected, tolerance(mixture.dtype))
+
+
+def check_scaled_product(mixture: Mixture, tokens: int) -> None:
+    """Experts of e4m3 with a scale for each row of their matrices."""
+    plain, x = mixture.weights(), mixture.tokens(tokens)
+    chosen, weight = mixture.choices(tokens)
+    stacks, scales, exact = [], [], []
+    for stack in (plain.gate_up, plain.down):
+        made = [quantized(matrix, torch.float8_e4m3fn) for matrix in stack]
+        stacks.append(torch.stack([each.q.view(torch.uint8) for each in made]).view(torch.float8_e4m3fn))
+        scales.append(torch.stack([each.scale for each in made]))
+        exact.append(stacks[-1].double() * scales[-1].double()[:, :, None])
+    weights = ExpertWeights(gate_up=stacks[0], down=stacks[1], gate_up_scale=scales[0], down_scale=scales[1])
+    buffers = allocate_expert_buffers(tokens, mixture.per_token, weights, mixture.device, mixture.dtype)
+    out = torch.full_like(x, float("nan"))
+    expert_product(out, x, chosen, weight, weights, buffers)
+    right = reference_expert_product(x, chosen, weight, ExpertWeights(gate_up=exact[0], down=exact[1]))
+    assert_close(out, right, tolerance(mixture.dtype))

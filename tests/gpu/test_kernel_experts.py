@@ -52,6 +52,12 @@ def test_other_types(dtype: torch.dtype) -> None:
         cases.check_product(mixture(16, 2, 256, 160, dtype), tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 3000])
+def test_experts_of_eight_bits(tokens: int) -> None:
+    cases.check_scaled_product(mixture(32, 4, 2048, 768), tokens)
+    cases.check_scaled_product(mixture(8, 2, 256, 160), tokens)
+
+
 def test_all_tokens_at_few_experts() -> None:
     cases.check_product(mixture(64, 2, 512, 256), 2000, skew=20.0)
 

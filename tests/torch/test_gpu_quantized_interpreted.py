@@ -136,17 +136,18 @@ def test_weights_are_rounded_the_same_in_every_kind_of_step(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_matrices_of_files_stay_quantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up as one, as a layer has them; without quantisation they are unpacked."""
+    """Alone, and gate and up as one, as a layer has them; without quantisation they are unpacked."""
     exact_fp8(monkeypatch)
     model = written(name)
     checkpoint = open_checkpoint(save(tmp_path, model))
-    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
-    values = torch.from_numpy(np.concatenate([model.values[each] for each in names]))
-    x = torch.randn(3, values.shape[1])
-    tensors = [checkpoint.tensor(each) for each in names]
     scaled = "int8" in name or ("fp8" in name and "blocks" not in name)
-    for quantization, kind in (("auto", ScaledLinear if scaled else GroupedLinear), ("none", DenseLinear)):
+    kept = ScaledLinear if scaled else GroupedLinear
+    for quantization, parts in (("auto", ("down",)), ("none", ("down",)), ("auto", ("gate", "up"))):
+        names = [f"model.layers.0.mlp.{part}_proj.weight" for part in parts]
+        values = torch.from_numpy(np.concatenate([model.values[each] for each in names]))
         storage = DeviceStorage(torch.device("cpu"), torch.float32, quantization)
-        linear = storage.linear(tensors, None)
-        assert isinstance(linear, kind)
+        linear = storage.linear([checkpoint.tensor(each) for each in names], None)
+        if parts == ("down",):
+            assert isinstance(linear, kept if quantization == "auto" else DenseLinear)
+        x = torch.randn(3, values.shape[1])
         torch.testing.assert_close(linear(x).double(), x.double() @ values.T, rtol=1e-4, atol=1e-3)

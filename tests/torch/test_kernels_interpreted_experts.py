@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.torch.interpreted import reason_to_skip
+from tests.torch.interpreted import exact_fp8, reason_to_skip
 
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
@@ -61,3 +61,9 @@ def test_the_layer_of_the_decoder_gives_the_same(normalize: bool) -> None:
     out = torch.full_like(x, float("nan"))
     expert_product(out, x, chosen, weight.contiguous(), weights, mixture.buffers(9, weights))
     cases.assert_close(out, expected.double(), 1e-5)
+
+
+def test_experts_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact_fp8(monkeypatch)
+    mixture = cases.Mixture(device="cpu", dtype=torch.float32, experts=4, per_token=2, hidden=32, inner=48)
+    cases.check_scaled_product(mixture, 7)

@@ -215,9 +215,11 @@ class DeviceStorage:
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
-        if self._quantization == "int4" and not name.endswith(_KEPT) and not self._is_expert(weights):
+        if name.endswith(_KEPT) or (self._is_expert(weights) and self._quantization != "fp8"):
+            return DenseLinear(matrix, bias)
+        if self._quantization == "int4":
             return GroupedLinear(self._four_bits(matrix, name), bias)
-        if self._eight_bits is not None and not name.endswith(_KEPT) and not self._is_expert(weights):
+        if self._eight_bits is not None:
             return self._scaled(matrix, bias, name)
         return DenseLinear(matrix, bias)
 

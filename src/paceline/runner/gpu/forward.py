@@ -124,12 +124,14 @@ class DeviceDecoder:
         self._head = cast(DenseLinear, parts.head)
         self.dtype = self._embedding.dtype
         self._norm = parts.norm.weight.to(device)
-        self._layers = [_device_layer(layer, spec, device) for layer in parts.layers]
+        self._layers = [_device_layer(layer, spec, device, self.dtype) for layer in parts.layers]
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
         self._expert_buffers: ExpertBuffers | None = None
         if mixtures:
             first = mixtures[0]
-            self._expert_buffers = allocate_expert_buffers(max_tokens, first.per_token, first.weights, device)
+            self._expert_buffers = allocate_expert_buffers(
+                max_tokens, first.per_token, first.weights, device, self.dtype
+            )
         self._activation: Activation = "silu" if spec.activation == "silu" else "gelu_tanh"
         self._multiprocessors = 0 if self.dtype == torch.float32 else _multiprocessors(device)
         grouped = [
@@ -517,7 +519,7 @@ def _router_logits(x: Tensor, router: Tensor) -> Tensor:
     return torch.mm(x, router.T)
 
 
-def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> DeviceLayer:
+def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceLayer:
     def norm(part: RMSNorm | None) -> Tensor | None:
         return None if part is None else part.weight.to(device)
 
@@ -534,7 +536,7 @@ def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> Device
         output=cast(DeviceLinear, layer.attention.output),
         gate_up=cast(DeviceLinear, dense.gate_up) if dense is not None else None,
         down=cast(DeviceLinear, dense.down) if dense is not None else None,
-        experts=_stacked(fed, spec, device) if isinstance(fed, Experts) else None,
+        experts=_stacked(fed, spec, device, dtype) if isinstance(fed, Experts) else None,
         head_norm=head_norm,
         norm_before_attention=layer.norm_before_attention.weight.to(device),
         norm_before_feed_forward=layer.norm_before_feed_forward.weight.to(device),
@@ -543,16 +545,28 @@ def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device) -> Device
     )
 
 
-def _stacked(experts: Experts, spec: ModelSpec, device: torch.device) -> DeviceExperts:
+def _stack(linears: Sequence[DeviceLinear]) -> tuple[Tensor, Tensor | None]:
+    """Matrices as one tensor, and their scales where they have eight bits."""
+    scaled = [linear.weight for linear in linears if isinstance(linear, ScaledLinear)]
+    if not scaled:
+        return torch.stack([cast(DenseLinear, linear).weight for linear in linears]), None
+    assert len(scaled) == len(linears)
+    stacked = torch.stack(
+        [weight.q.view(torch.uint8) for weight in scaled]
+    )  # torch stacks no e4m3 everywhere
+    return stacked.view(scaled[0].q.dtype), torch.stack([weight.scale for weight in scaled])
+
+
+def _stacked(experts: Experts, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceExperts:
     """All experts of a layer as one tensor of each kind; the router is built on the host in float32."""
     assert spec.experts is not None
-    gate_up = torch.stack([cast(DenseLinear, expert.gate_up).weight for expert in experts.experts])
-    down = torch.stack([cast(DenseLinear, expert.down).weight for expert in experts.experts])
-    router = cast(DenseLinear, experts.router).weight.to(device, down.dtype)
+    gate_up, gate_up_scale = _stack([cast(DeviceLinear, expert.gate_up) for expert in experts.experts])
+    down, down_scale = _stack([cast(DeviceLinear, expert.down) for expert in experts.experts])
+    router = cast(DenseLinear, experts.router).weight.to(device, dtype)
     experts.experts.clear()  # what was stacked need not be there twice
     return DeviceExperts(
         router=router,
-        weights=ExpertWeights(gate_up=gate_up, down=down),
+        weights=ExpertWeights(gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
         per_token=spec.experts.per_token,
         normalize=spec.experts.normalize,
     )

@@ -122,10 +122,10 @@ def _block_kernel(
     for start in range(part * PART, (part + 1) * PART, STEP):
         xs = tl.trans(tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0))
         of_group = scale + start // GROUP * TOTAL + column
-        w = _widened(tl.load(weight_at + start), KIND)
+        w = widened(tl.load(weight_at + start), KIND)
         acc += tl.dot(w, xs) * tl.load(of_group)[:, None]
         if GATED:
-            w = _widened(tl.load(weight_at + COLUMNS * INNER + start), KIND)
+            w = widened(tl.load(weight_at + COLUMNS * INNER + start), KIND)
             up += tl.dot(w, xs) * tl.load(of_group + COLUMNS)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
@@ -134,7 +134,7 @@ def _block_kernel(
 
 
 @triton.jit
-def _widened(numbers, KIND: tl.constexpr):
+def widened(numbers, KIND: tl.constexpr):
     """Numbers of e4m3 in a wider type, which holds each of them."""
     if _IS_COMPILED and tl.bfloat16 == KIND:
         wide = tl.inline_asm_elementwise(

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.runner.gpu.kernels.block_product import widened
+
 # Which token goes to which expert, in the order in which a grouped product can read it; made on the device.
 #
 # A pair is one choice of one token: token times choices per token, plus the choice. Pairs are ordered by expert,
@@ -150,6 +152,9 @@ class ExpertWeights:
 
     gate_up: Tensor  # [experts, 2 * inner, hidden]: an expert's gate comes first
     down: Tensor  # [experts, hidden, inner]
+    # With matrices of e4m3: float32, a scale for each of their rows. Inputs keep their type.
+    gate_up_scale: Tensor | None = None  # [experts, 2 * inner]
+    down_scale: Tensor | None = None  # [experts, hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +193,15 @@ def tuning_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
 
 
 def allocate_expert_buffers(
-    tokens: int, per_token: int, weights: ExpertWeights, device: torch.device | str = "cuda"
+    tokens: int,
+    per_token: int,
+    weights: ExpertWeights,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype | None = None,  # of inputs; None: that of the weights
 ) -> ExpertBuffers:
     """Room for batches of up to `tokens`, of any layer of these sizes."""
     experts, hidden, inner = weights.down.shape
-    pairs, dtype = tokens * per_token, weights.down.dtype
+    pairs, dtype = tokens * per_token, dtype or weights.down.dtype
     return ExpertBuffers(
         plan=allocate_expert_plan(pairs, experts, device=device),
         inner=torch.empty(pairs, inner, dtype=dtype, device=device),
@@ -221,8 +230,13 @@ def expert_product(
     assert chosen_weight.is_contiguous() and out.stride(1) == 1
     tuning = tuning or tuning_for(tokens * per_token, experts, x.dtype)
     plan_experts(buffers.plan, chosen, tile_rows=tuning.rows)
-    _grouped(buffers.inner, x, weights.gate_up, buffers.plan, chosen, tuning, is_gate_up=True)
-    _grouped(buffers.product, buffers.inner, weights.down, buffers.plan, chosen, tuning, is_gate_up=False)
+    plan, wide, narrow = (
+        buffers.plan,
+        (weights.gate_up, weights.gate_up_scale),
+        (weights.down, weights.down_scale),
+    )
+    _grouped(buffers.inner, x, wide, plan, chosen, tuning, is_gate_up=True)
+    _grouped(buffers.product, buffers.inner, narrow, plan, chosen, tuning, is_gate_up=False)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_COLUMNS))](
         out,
         buffers.product,
@@ -240,7 +254,7 @@ def expert_product(
 def _grouped(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    matrices: tuple[Tensor, Tensor | None],
     plan: ExpertPlan,
     chosen: Tensor,
     tuning: ExpertTuning,
@@ -248,12 +262,14 @@ def _grouped(
     is_gate_up: bool,
 ) -> None:
     """One product over all tiles: from tokens to places in the order, or from places to pairs."""
+    weight, scale = matrices
     columns, inner = out.shape[1], weight.shape[2]
     tiles = max_tiles(chosen.numel(), plan.experts, tuning.rows)
     _product_kernel[(tiles, triton.cdiv(columns, tuning.columns))](
         out,
         x,
         weight,
+        weight if scale is None else scale,
         plan.order,
         plan.tiles,
         plan.num_tiles,
@@ -261,6 +277,7 @@ def _grouped(
         COLUMNS=columns,
         INNER=inner,
         IS_GATE_UP=is_gate_up,
+        SCALED=scale is not None,
         PRECISION="ieee"
         if x.dtype == torch.float32
         else "tf32",  # the second is of no effect on narrower types
@@ -278,6 +295,7 @@ def _product_kernel(
     out,
     x,
     weight,
+    scale,
     order,
     tiles,
     num_tiles,
@@ -285,6 +303,7 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     IS_GATE_UP: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -320,13 +339,22 @@ def _product_kernel(
             exists = (start + inner < INNER)[None, :]
             xs = tl.load(x_at + start, mask=present[:, None] & exists, other=0.0)
             w = tl.load(weight_at + start, mask=exists, other=0.0)
+        if SCALED:
+            w = widened(w, x.dtype.element_ty)
         acc = tl.dot(w, tl.trans(xs), acc, input_precision=PRECISION)
         if IS_GATE_UP:
             if INNER % STEP == 0:
                 w = tl.load(weight_at + COLUMNS * INNER + start)
             else:
                 w = tl.load(weight_at + COLUMNS * INNER + start, mask=exists, other=0.0)
+            if SCALED:
+                w = widened(w, x.dtype.element_ty)
             up = tl.dot(w, tl.trans(xs), up, input_precision=PRECISION)
+    if SCALED:
+        scale_at = scale + expert * (MATRIX // INNER) + from_column
+        acc = acc * tl.load(scale_at)[:, None]
+        if IS_GATE_UP:
+            up = up * tl.load(scale_at + COLUMNS)[:, None]
     if IS_GATE_UP:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + target[:, None] * COLUMNS + column[None, :]
