@@ -1,8 +1,8 @@
 """The cached beginnings of requests that wait: they are evicted last.
 
 Requests are known in the order they came. What the first of them will hit is wanted until they stop waiting; where that
-fills half the pool, later ones come after them. A request that waits for less than a second costs nothing, and a step
-looks up only a few.
+fills half the pool, later ones come after them. A request that is admitted at once costs nothing, and a step looks up
+only a few.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.core.request import BlockKey
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.manager import KVManager
 
-PATIENCE_US = MICROSECONDS  # of waiting before a request is looked up
+PATIENCE_US = MICROSECONDS // 10  # of waiting before a request is looked up
 MOST_AT_ONCE = 16  # that are looked up in one step
 
 

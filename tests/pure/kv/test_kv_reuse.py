@@ -274,7 +274,7 @@ def test_a_short_wait_costs_nothing_and_a_step_looks_up_few() -> None:
     cache = Cache(100)
     for number in range(40):
         cache.wishes.comes(number, [key(number)], 2)
-    for time_s, num_wishes in ((0.9, 0), (1.0, MOST_AT_ONCE), (1.0, 2 * MOST_AT_ONCE), (1.0, 40)):
+    for time_s, num_wishes in ((0.09, 0), (1.0, MOST_AT_ONCE), (1.0, 2 * MOST_AT_ONCE), (1.0, 40)):
         cache.at(time_s)
         cache.wishes.settle()
         assert len(cache.wishes) == num_wishes
