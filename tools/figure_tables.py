@@ -198,7 +198,8 @@ def drafts_h200() -> list[str]:
     """Speed with drafts over speed without, by rows, shape and share of drafts that are right."""
     runs = result("drafts_h200")["runs"]
     heads = [
-        f"{SHORT[run['model']].upper()}, {run['engine']['speculative_config']['acceptance']:g}" for run in runs
+        f"{SHORT[run['model']].upper()}, {run['engine']['speculative_config']['acceptance']:g}"
+        for run in runs
     ]
     by_rows = [{found["clients"]: found["ratio"] for found in run["results"]} for run in runs]
     lines = [_row(["rows", *heads]), _rule(1 + len(runs))]

@@ -59,7 +59,8 @@ class SureGuide(ScriptedGuide):
     """Is certain of tokens that are only possible: as a text that can be spelt in several ways."""
 
     def forced(self) -> list[int]:
-        guide, found = self.copy(), []
+        found: list[int] = []
+        guide = self.copy()
         while len(found) < 5 and not guide.is_over:
             found.append(guide.only if guide.only is not None else 30 + (guide._salt + guide.count) % 3)
             guide.count += 1

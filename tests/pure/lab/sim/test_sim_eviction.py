@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_log_says_which_order_it_was_recorded_with(tmp_path: Path) -> None:
 # -- the flag ------------------------------------------------------------------------------------------------
 
 
-def options(**given: str) -> SimOptions:
+def options(**given: Any) -> SimOptions:
     return SimOptions(trace="fixed:100x10", num_requests=4, rate="4", **given)
 
 
