@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError
 from paceline.models.files.open import open_checkpoint
-from paceline.runner.native.arena import COLUMNS, GROUP, Q4, Q8, kind_of, pack, panel_bytes
+from paceline.runner.native.arena import kind_of, pack
+from paceline.runner.native.layout import COLUMNS, GROUP, Q4, Q8, panel_bytes
 from tests.pure.models.made import write_folder
 from tests.pure.models.quantized_files import CONFIG, FORMATS, save, written
 
