@@ -214,6 +214,7 @@ OPERATOR = Board(
                     text="Seconds a second. Structures are compiled beside the steps, masks inside them.",
                     queries=(
                         Query(expr=rate("structured_mask_seconds"), legend="masks"),
+                        Query(expr=rate("structured_mask_wait_seconds"), legend="waiting for masks"),
                         Query(expr=rate("structured_compile_seconds"), legend="compiling"),
                     ),
                     unit="percentunit",

@@ -194,6 +194,20 @@ def drafts() -> list[str]:
     return lines
 
 
+def drafts_h200() -> list[str]:
+    """Speed with drafts over speed without, by rows, shape and share of drafts that are right."""
+    runs = result("drafts_h200")["runs"]
+    heads = [
+        f"{SHORT[run['model']].upper()}, {run['engine']['speculative_config']['acceptance']:g}" for run in runs
+    ]
+    by_rows = [{found["clients"]: found["ratio"] for found in run["results"]} for run in runs]
+    lines = [_row(["rows", *heads]), _rule(1 + len(runs))]
+    for rows in by_rows[0]:
+        cells = [f"{found[rows]:.2f}" if rows in found else "" for found in by_rows]
+        lines.append(_row([f"{rows:,}", *cells]))
+    return lines
+
+
 def drafts_simulated() -> list[str]:
     """Throughput and time between tokens with drafts over those without, by rate and chance to be right."""
     rows = result("drafts_simulated")["simulated"]
@@ -204,6 +218,17 @@ def drafts_simulated() -> list[str]:
         own = [row for row in rows if row["requests/s"] == rate]
         cells = [f"{row[name]:.3f}" for row in own for name in ("throughput", "mean ITL")]
         lines.append(_row([f"{rate:g}", f"{own[0]['ITL without drafts, ms']:.1f}", *cells]))
+    return lines
+
+
+def eviction() -> list[str]:
+    """Hits of the prefix cache by trace, size and order."""
+    orders = ("lru %", "reuse %", "belady %")
+    lines = [_row(["trace", "cache", "lru", "reuse", "belady"]), _rule(5)]
+    for name, note in (("eviction", ""), ("eviction_known", ", next 30 s known")):
+        for run in result(name)["runs"]:
+            title = run["trace"].removesuffix(".jsonl").removesuffix(".tar.gz").replace("_", " ")
+            lines.append(_row([title + note, run["cache"], *(f"{run[order]:.1f} %" for order in orders)]))
     return lines
 
 
@@ -418,7 +443,9 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
     "cpu-short": cpu_short,
     "drafts": drafts,
+    "drafts-h200": drafts_h200,
     "drafts-simulated": drafts_simulated,
+    "eviction": eviction,
     "step-cost": step_cost,
     "startup": startup,
     "policies": policies,

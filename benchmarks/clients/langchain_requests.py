@@ -38,7 +38,7 @@ class Tally:
 
 
 def main() -> None:
-    from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
+    from langchain_openai import ChatOpenAI, OpenAI
 
     url, name, count, results = sys.argv[1:]
     given = {"base_url": f"{url}/v1", "api_key": "unused", "model": name, "max_retries": 0, "temperature": 0}

@@ -12,8 +12,8 @@ of one prompt of 8,000 tokens, 8 branches of each of 32 prompts of 2,000 tokens.
 
     python -m benchmarks.gpu.engine idle [--shape qwen3-0.6b] [--rows 256] [--steps 200]
     python -m benchmarks.gpu.engine swap
-    python -m benchmarks.gpu.engine logprobs [--shapes llama-3.1-8b,qwen3-0.6b] [--rows 64]
-    python -m benchmarks.gpu.engine shared [--shapes llama-3.1-8b,qwen3-0.6b]
+    python -m benchmarks.gpu.engine logprobs [--shape llama-3.1-8b] [--rows 64]
+    python -m benchmarks.gpu.engine shared [--shape llama-3.1-8b]
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def swap(given: Given) -> Found:
 
 # -- logprobs and shared beginnings ----------------------------------------------------------------------------
 
-SHAPES_FLAG = flag("--shapes", "llama-3.1-8b,qwen3-0.6b", "by commas")
+SHAPE_FLAG = flag("--shape", "llama-3.1-8b", choices=tuple(SHAPES))
 ROUNDS_FLAG = flag("--rounds", 5, "pairs of runs")
 TOKENS_FLAG = flag("--tokens", 64, "of each row in a run")
 LOGPROBS = 20
@@ -277,51 +277,49 @@ def compared(works: Mapping[str, Callable[[], float]], rounds: int) -> tuple[flo
     return statistics.median(one), statistics.median(two), ratio
 
 
-@bench.part(SHAPES_FLAG, flag("--rows", 64), TOKENS_FLAG, ROUNDS_FLAG)
+@bench.part(SHAPE_FLAG, flag("--rows", 64), TOKENS_FLAG, ROUNDS_FLAG)
 def logprobs(given: Given) -> Found:
     """Steps of rows that all ask for 20 logprobs, against steps without: the share of speed that is left."""
     drawn = replace(DRAWN, max_tokens=given.tokens)
     found: Found = {}
     table("shape", "rows", "sampling", "through", "without, ms", "with 20, ms", "share left")
-    for shape in given.shapes.split(","):
-        with loaded(shape) as llm:
-            prompts = random_prompts(llm, given.rows, PROMPT_TOKENS)
+    with loaded(given.shape) as llm:
+        prompts = random_prompts(llm, given.rows, PROMPT_TOKENS)
 
-            def generate_ms(sampling: SamplingParams, llm=llm, prompts=prompts) -> float:
-                started_s = time.perf_counter()
-                llm.generate(prompts, sampling, use_tqdm=False)
-                return 1e3 * (time.perf_counter() - started_s) / sampling.max_tokens
+        def generate_ms(sampling: SamplingParams) -> float:
+            started_s = time.perf_counter()
+            llm.generate(prompts, sampling, use_tqdm=False)
+            return 1e3 * (time.perf_counter() - started_s) / sampling.max_tokens
 
-            for kind, without in (("plain", drawn), ("top-p 0.9", replace(drawn, top_p=0.9))):
-                asking = replace(without, logprobs=LOGPROBS)
-                for through, ms in (("engine", partial(step_ms, llm, prompts)), ("generate", generate_ms)):
-                    works = {"without": partial(ms, without), "with": partial(ms, asking)}
-                    figures = compared(works, given.rounds)
-                    found[f"{shape}, {kind}, {through}"] = figures
-                    row(shape, given.rows, kind, through, *figures)
+        for kind, without in (("plain", drawn), ("top-p 0.9", replace(drawn, top_p=0.9))):
+            asking = replace(without, logprobs=LOGPROBS)
+            for through, ms in (("engine", partial(step_ms, llm, prompts)), ("generate", generate_ms)):
+                works = {"without": partial(ms, without), "with": partial(ms, asking)}
+                figures = compared(works, given.rounds)
+                found[f"{kind}, {through}"] = figures
+                row(given.shape, given.rows, kind, through, *figures)
     return found
 
 
-@bench.part(SHAPES_FLAG, TOKENS_FLAG, ROUNDS_FLAG)
+@bench.part(SHAPE_FLAG, TOKENS_FLAG, ROUNDS_FLAG)
 def shared(given: Given) -> Found:
     """Steps of branches whose beginnings are computed for each row, over steps in which they are computed once."""
     found: Found = {}
     enough = host_rows.LEAST_SPARED
     table("shape", "rows", "off, ms", "on, ms", "times as fast")
-    for shape in given.shapes.split(","):
-        with loaded(shape) as llm:
-            for name, (trees, branches, length) in TREES.items():
-                prompts = random_prompts(llm, trees, length)
-                sampling = replace(DRAWN, max_tokens=given.tokens, n=branches)
+    with loaded(given.shape) as llm:
+        for name, (trees, branches, length) in TREES.items():
+            prompts = random_prompts(llm, trees, length)
+            sampling = replace(DRAWN, max_tokens=given.tokens, n=branches)
 
-                def timed(least: int, llm=llm, prompts=prompts, sampling=sampling) -> float:
-                    host_rows.LEAST_SPARED = least
-                    return step_ms(llm, prompts, sampling)
+            def timed(least: int, llm=llm, prompts=prompts, sampling=sampling) -> float:
+                host_rows.LEAST_SPARED = least
+                return step_ms(llm, prompts, sampling)
 
-                works = {"off": partial(timed, NOTHING_SPARES_THIS), "on": partial(timed, enough)}
-                figures = compared(works, given.rounds)
-                found[f"{shape}, {name}"] = figures
-                row(shape, name, *figures)
+            works = {"off": partial(timed, NOTHING_SPARES_THIS), "on": partial(timed, enough)}
+            figures = compared(works, given.rounds)
+            found[name] = figures
+            row(given.shape, name, *figures)
     host_rows.LEAST_SPARED = enough
     return found
 

@@ -477,9 +477,11 @@ def _on_gpu(
     import torch
 
     from paceline.runner.gpu import build
+    from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
+    from paceline.runner.guessers import open_guesser
     from paceline.runner.sizing import block_seconds
 
     if given.get("max_num_prompt_tokens"):
@@ -488,22 +490,20 @@ def _on_gpu(
             "one size (--max-num-batched-tokens)"
         )
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
+    head = None
+    if drafts is not None and drafts.model:
+        head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
     parts = build.load_parts(
         checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
     )
     on_progress("preparing kernels", 0, 0)
-    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype))
-    if drafts is not None and drafts.model:
-        raise ConfigError(
-            "--speculative-config: heads and draft models run on a CPU so far; on a GPU leave model out: auto, ngram "
-            "and history need none"
-        )
+    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
-    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype)
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype, head=head)
     if drafts is not None:
         config = _with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
@@ -516,7 +516,7 @@ def _on_gpu(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype),
+        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
         runner={"name": "gpu"},
         weights=model.quantization,
     )

@@ -326,6 +326,28 @@ def test_tokens_that_end_within_a_letter_are_put_together(server: ClientServer, 
         assert view.page.locator(".token").all_inner_texts() == ["caf", "é", "!"]
 
 
+def test_tokens_that_came_as_drafts_are_underlined(server: ClientServer, viewer: Viewer) -> None:
+    def token(text: str, is_drafted: bool) -> dict[str, Any]:
+        return {"token": text, "logprob": -0.5, "top_logprobs": [], "drafted": is_drafted}
+
+    with chat(viewer, server) as view:
+        use_settings(view, logprobs=True)
+        tokens = [token("one", True), token(" two", True), token(" three", False)]
+        said = [{"delta": {"content": "one two three"}, "logprobs": {"content": tokens}}]
+        asked = scripted(view.page, said)
+        send(view.page, "Count")
+        ended(view)
+        assert asked[0]["return_drafted"] is True
+        for _ in range(2):
+            view.page.wait_for_selector(".token")
+            assert view.page.locator(".token.drafted").all_inner_texts() == ["one", " two"]
+            view.page.locator(".token").nth(0).hover()
+            assert "came as a draft" in view.page.locator("#alternatives").inner_text()
+            view.page.locator(".token").nth(2).hover()
+            assert "draft" not in view.page.locator("#alternatives").inner_text()
+            reload(view)
+
+
 def test_json_is_laid_out_without_a_loss(viewer: Viewer) -> None:
     texts = {
         '{"a":123456789012345678901,"a":1e400}': '{\n  "a": 123456789012345678901,\n  "a": 1e400\n}',

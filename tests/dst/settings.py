@@ -89,6 +89,9 @@ def draw_config(rng: random.Random) -> EngineConfig:
             num_blocks=num_blocks,
             num_host_blocks=int(num_blocks * rng.choice((0.3, 1, 2))) if swap else 0,
             enable_prefix_caching=rng.random() < 0.9,
+            eviction="lru"
+            if num_blocks % 4 == 0
+            else "reuse",  # not drawn: what is drawn later stays the same
             groups=groups,
         ),
         scheduler=SchedulerConfig(

@@ -132,9 +132,11 @@ class ClientServer:
 
 
 @contextmanager
-def client_server(folder: Path, *flags: str, **variables: str) -> Iterator[ClientServer]:
+def client_server(
+    folder: Path, *flags: str, kind: type[ClientServer] = ClientServer, **variables: str
+) -> Iterator[ClientServer]:
     """`variables` go into the server's environment."""
-    server = ClientServer(folder, *flags, **variables)
+    server = kind(folder, *flags, **variables)
     try:
         yield server
     except BaseException:

@@ -331,6 +331,7 @@ def test_searches_that_cannot_be_are_refused(server: ClientServer) -> None:
         ({"search": {"type": "luck"}}, "search"),
         ({"search": {}}, "search"),
         ({"search": {"type": "best_of", "n": 0}}, "search"),
+        ({"search": {"type": "best_of", "n": 129}}, "search"),
         ({"search": {"type": "best_of", "colour": 1}}, "search"),
         ({"search": {"type": "self_consistency", "pattern": "(a+)+$"}}, "search"),
         ({"search": {"type": "best_of"}, "best_of": 3}, "search"),

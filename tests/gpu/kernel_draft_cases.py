@@ -9,8 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.plan import DRAFT_KINDS, draft_depth
-from paceline.runner.drafts import FATES, MISSED, OF_HISTORY, PARTLY, THREE, WHOLLY, History, RowText
+from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, draft_depth
+from paceline.runner.drafts import (
+    FATES,
+    FOLLOWED,
+    FOUND,
+    MISSED,
+    OF_HISTORY,
+    PARTLY,
+    THREE,
+    WHOLLY,
+    History,
+    Prediction,
+    RowText,
+)
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
@@ -27,7 +39,15 @@ from paceline.runner.gpu.kernels.draft_layout import (
     choose_drafts,
     write_drafted_tokens,
 )
+from paceline.runner.gpu.kernels.draft_predictions import (
+    MOST_BEHIND,
+    SEEN,
+    STATE_WORDS,
+    Predictions,
+    propose_predictions,
+)
 from paceline.runner.gpu.kernels.drafters import Answers, DraftColumns, propose_answers, propose_ngrams
+from paceline.runner.gpu.kernels.forced_tokens import CertainTokens, place_masks, propose_certain
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, NOT_FINITE, RowColumns, StepTokens
 from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
 
@@ -62,7 +82,8 @@ def moved(columns: RowColumns, device: str) -> RowColumns:
 
 
 def _sent(value: DraftLayout | Proposals, device: str) -> dict[str, Tensor]:
-    return {field.name: getattr(value, field.name).to(device) for field in fields(value)}
+    columns = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: column.to(device) for name, column in columns.items() if column is not None}
 
 
 def check_ngrams(device: str, *, rows: int, vocabulary: int, width: int) -> None:
@@ -125,10 +146,24 @@ def limits_of(width: int, tokens: int, floor: float, trust: NDArray[np.float64])
     return torch.from_numpy(words)
 
 
-def _proposed(slots: int, width: int, vocabulary: int) -> Proposals:
+def _proposed(slots: int, width: int, vocabulary: int, *, of_each: bool = False) -> Proposals:
     kind = torch.where(torch.rand(slots) < 0.8, _draw(0, DRAFT_KINDS, slots), NO_KIND).to(torch.int32)
     number = torch.where(kind >= 0, _draw(0, width + 1, slots), 0).to(torch.int32)
-    return Proposals(kind=kind, number=number, guess=_draw(0, vocabulary, slots, width))
+    each = _draw(0, DRAFT_KINDS, slots, width) if of_each else None
+    if each is not None:
+        each[:, 0] = kind
+    return Proposals(kind=kind, number=number, guess=_draw(0, vocabulary, slots, width), each=each)
+
+
+def _chances(made: Proposals, slot: int, trust: list[float]) -> list[float]:
+    """Of the drafts of a slot, each with those before it."""
+    if made.each is None:
+        kinds = [int(made.kind[slot])] * made.guess.shape[1]
+    else:
+        kinds = made.each[slot].tolist()
+    usable = [trust[kind] if trust[kind] > LEAST_CHANCE else 0.0 for kind in kinds]
+    found: list[float] = np.cumprod(np.array(usable, np.float32)).tolist()
+    return found
 
 
 def reference_choice(
@@ -145,13 +180,16 @@ def reference_choice(
             wanted.append(0)
         else:
             depth = draft_depth(trust[kind], floor, width)
+            if made.each is not None:
+                least = max(np.float32(floor), np.float32(LEAST_CHANCE))
+                depth = min(sum(bool(chance >= least) for chance in _chances(made, slot, trust)), width)
             wanted.append(max(0, min(depth, int(made.number[slot]), room)))
     if sum(max(number, 0) for number in wanted) <= budget:
         return wanted
     ranked = sorted(
-        (-(trust[int(made.kind[slot])] ** (depth + 1)), slot)
+        (-chance, slot)
         for slot, number in enumerate(wanted)
-        for depth in range(number)
+        for chance in _chances(made, slot, trust)[: max(number, 0)]
     )
     kept = [min(number, 0) for number in wanted]
     for _, slot in ranked[:budget]:
@@ -159,11 +197,13 @@ def reference_choice(
     return kept
 
 
-def check_layout(device: str, *, rows: int, width: int, limit: int, budget: int, floor: float) -> None:
+def check_layout(
+    device: str, *, rows: int, width: int, limit: int, budget: int, floor: float, of_each: bool = False
+) -> None:
     """Which drafts are taken, and that every token of the step is where its row has it."""
     host, vocabulary = random_rows(rows, vocabulary=90), 90
     slot_rows = torch.cat([torch.randperm(rows - 1), torch.full((3,), rows - 1)]).to(torch.int32)
-    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary)
+    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary, of_each=of_each)
     trust = np.round(np.random.default_rng(rows + budget).uniform(0.0, 1.0, DRAFT_KINDS), 3)
     trust[::5] = 1.0
     there = Proposals(**_sent(made, device))
@@ -249,17 +289,19 @@ def reference_verify(
             compared, equal = 1, int(int(made.guess[slot, 0]) == got[0])
             if count > 1:
                 compared, equal = min(len(got), count - 1), min(len(got) - 1, count - 1)
-            tally[kind] += compared
-            tally[DRAFT_KINDS + kind] += equal
+            for depth in range(compared):
+                own = kind if made.each is None else int(made.each[slot, depth])
+                tally[own] += 1
+                tally[DRAFT_KINDS + own] += depth < equal
             tally[2 * DRAFT_KINDS + kind] += 1
             fate[row] = WHOLLY if equal == compared else PARTLY if equal else MISSED
     return report, tally
 
 
-def check_verify(device: str, *, rows: int, width: int) -> None:
+def check_verify(device: str, *, rows: int, width: int, of_each: bool = False) -> None:
     host, vocabulary = random_rows(rows, vocabulary=40), 40
     slot_rows = torch.cat([torch.randperm(rows - 1), torch.full((2,), rows - 1)]).to(torch.int32)
-    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary)
+    slots, made = len(slot_rows), _proposed(len(slot_rows), width, vocabulary, of_each=of_each)
     layout = allocate_layout(slots, (width + 1) * slots, "cpu")
     ids = _draw(0, vocabulary, (width + 1) * slots + 1)
     first = 0
@@ -280,6 +322,7 @@ def check_verify(device: str, *, rows: int, width: int) -> None:
         code=torch.full((slots,), -9, dtype=torch.int32, device=device),
         count=torch.full((slots,), -9, dtype=torch.int32, device=device),
         verified=torch.full((slots,), -9, dtype=torch.int32, device=device),
+        predicted=torch.full((slots,), -9, dtype=torch.int32, device=device),
         tokens=torch.full((width + 1, slots), -9, dtype=torch.int32, device=device),
         tally=torch.zeros(TALLIES * DRAFT_KINDS, dtype=torch.int32, device=device),
     )
@@ -291,6 +334,7 @@ def check_verify(device: str, *, rows: int, width: int) -> None:
     for slot, (code, count, verified, tokens) in enumerate(expected):
         found = (int(report.code[slot]), int(report.count[slot]), int(report.verified[slot]))
         assert found == (code, count, verified)
+        assert int(report.predicted[slot]) == (verified if int(made.kind[slot]) >= FOLLOWED else 0)
         assert report.tokens[:, slot].tolist() == tokens + [0] * (width + 1 - count)
     assert report.tally.tolist() == tally and sum(tally) > 0
     for field in fields(host):
@@ -336,3 +380,96 @@ def check_history(device: str, *, rows: int, size: int, exact: bool) -> None:
             spots = [at for at in range(THREE, size - number) if kept[at : at + number] == found]
             assert any(kept[at - THREE : at] == said[-THREE:] and owners[at] == texts[row] for at in spots)
     assert num_found > rows // 4, "nothing was found"
+
+
+def check_predictions(device: str, *, rows: int, vocabulary: int, width: int) -> None:
+    """Rows are in their texts where the CPU's have them, step after step, whatever came in between."""
+    random = np.random.default_rng(rows)
+    host, columns = random_rows(rows, vocabulary=vocabulary), torch.ones(rows, dtype=torch.int32)
+    columns[::9] = 0  # no drafts are made for these
+    num_prompt = torch.minimum(host.length, _draw(1, 60, rows))
+    host.length[:] = num_prompt
+    counts = torch.where(torch.rand(rows) < 0.8, _draw(1, LONGEST_ROW, rows), 0).to(torch.int32)
+    texts = _draw(0, vocabulary, rows, LONGEST_ROW)
+    for row in range(rows):  # what is said is in the text, from somewhere on, with a few tokens changed
+        start = int(random.integers(0, 40))
+        said = texts[row, start : start + LONGEST_ROW - int(num_prompt[row])].clone()
+        said[torch.rand(len(said)) < 0.1] = 0
+        host.tokens[row, int(num_prompt[row]) : int(num_prompt[row]) + len(said)] = said
+    state = torch.zeros(rows, STATE_WORDS, dtype=torch.int32)
+    state[:, SEEN] = num_prompt
+    place = torch.randperm(rows).to(torch.int32)
+    kept = torch.zeros(rows, LONGEST_ROW, dtype=torch.int32)
+    kept[place.long()] = texts
+    there = moved(host, device)
+    predictions = Predictions(
+        tokens=kept.to(device),
+        place=place.to(device),
+        count=counts.to(device),
+        state=state.to(device),
+        num_prompt=num_prompt.to(device),
+    )
+    slot_rows = torch.randperm(rows).to(torch.int32)
+    trust = np.linspace(0.2, 0.8, DRAFT_KINDS)
+    limits = limits_of(width, 0, 0.0, trust).to(device)
+    drafts = DraftColumns(may_draft=columns.to(device), fate=columns.to(device))
+    followers = [
+        Prediction(texts[row, :count].tolist(), ()) if count else None
+        for row, count in enumerate(counts.tolist())
+    ]
+    kinds_seen = set()
+    for step in range(12):
+        more = torch.minimum(_draw(0, 9 if step < 8 else MOST_BEHIND, rows), LONGEST_ROW - host.length)
+        before, host.length[:] = host.length.clone(), host.length + more
+        there.length.copy_(host.length)
+        made = _proposed(rows, width, vocabulary)
+        into = Proposals(**{name: value.clone() for name, value in _sent(made, device).items()})
+        propose_predictions(into, there, drafts, slot_rows.to(device), predictions, limits)
+        for slot, row in enumerate(slot_rows.tolist()):
+            follower, own = followers[row], int(made.kind[slot])
+            kind, guess = own, made.guess[slot].tolist()
+            number = int(made.number[slot])
+            if follower is not None and host.active[row] and columns[row]:
+                follower.follow(host.tokens[row, before[row] : host.length[row]].tolist())
+                own_trust = trust[own] if own >= 0 else -1.0
+                if follower.kind == FOLLOWED or (follower.kind == FOUND and trust[FOUND] >= own_trust):
+                    kind, guess = follower.kind, follower.guess(width)
+                    number = len(guess)
+                    kinds_seen.add(kind)
+            assert (int(into.kind[slot]), int(into.number[slot])) == (kind, number)
+            assert into.guess[slot, :number].tolist() == guess[:number]
+    assert kinds_seen == {FOLLOWED, FOUND}
+
+
+def check_certain(device: str, *, rows: int, width: int) -> None:
+    """What is certain replaces other drafts where a row is inside of it; the masks of a row follow each other."""
+    host, most = random_rows(rows, vocabulary=50), 2 * width + 1
+    count = torch.where(torch.rand(rows) < 0.7, _draw(0, most + 1, rows), 0).to(torch.int32)
+    first = host.length - _draw(-1, most + 1, rows)
+    tokens = _draw(0, 50, rows, most)
+    slot_rows = torch.randperm(rows).to(torch.int32)
+    made = _proposed(rows, width, 50)
+    into = Proposals(**{name: value.clone() for name, value in _sent(made, device).items()})
+    there = moved(host, device)
+    certain = CertainTokens(tokens=tokens.to(device), first=first.to(device), count=count.to(device))
+    propose_certain(into, there, slot_rows.to(device), certain)
+    num_found = 0
+    for slot, row in enumerate(slot_rows.tolist()):
+        at, kind, guess = int(host.length[row] - first[row]), int(made.kind[slot]), made.guess[slot].tolist()
+        number = int(made.number[slot])
+        if host.active[row] and 0 <= at < int(count[row]):
+            kind, guess = FOLLOWED, tokens[row, at : int(count[row])].tolist()[:width]
+            number, num_found = len(guess), num_found + 1
+        assert (int(into.kind[slot]), int(into.number[slot])) == (kind, number)
+        assert into.guess[slot, :number].tolist() == guess[:number]
+    assert num_found > rows // 8
+    layout, draws = allocate_layout(rows, 3 * rows, device), 3 * rows
+    layout.draw_rows.copy_(_draw(0, rows, draws))
+    depth = _draw(0, width + 1, draws)
+    layout.draw_positions.copy_(host.length[layout.draw_rows.cpu().long()] + depth)
+    firsts = torch.where(torch.rand(rows) < 0.5, _draw(0, 90, rows), -1).to(torch.int32)
+    mask_of = torch.full((draws + 7,), -5, dtype=torch.int32, device=device)
+    place_masks(mask_of[:draws], layout, there, firsts.to(device))
+    of_draws = firsts[layout.draw_rows.cpu().long()]
+    assert torch.equal(mask_of[:draws].cpu(), torch.where(of_draws >= 0, of_draws + depth, -1))
+    assert (mask_of[draws:] == -5).all()

@@ -101,7 +101,7 @@ def test_a_captured_decode_follows_lengths_that_change_on_the_device() -> None:
         assert torch.equal(out, replayed), "eager and graph give the same bits"
 
 
-@pytest.mark.parametrize("group, head_dim", [(1, 64), (2, 128), (4, 128), (8, 64)])
+@pytest.mark.parametrize("group, head_dim", [(1, 64), (2, 128), (4, 128), (8, 64), (3, 64)])
 @pytest.mark.parametrize("window", [0, 300])
 def test_prefill_with_and_without_what_was_before(group: int, head_dim: int, window: int) -> None:
     spans = [(0, 1), (0, 1000), (64, 0), (777, 333), (63, 2), (4000, 65), (0, 64), (128, 128)]

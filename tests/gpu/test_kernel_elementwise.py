@@ -10,7 +10,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from paceline.runner.gpu.kernels.gated_product import Activation
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning, gated_tuning, narrow_tuning, wide_tuning
+from paceline.runner.gpu.kernels.skinny_product import (
+    ProductTuning,
+    gated_tuning,
+    narrow_tuning,
+    small_tuning,
+    wide_tuning,
+)
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_small_cases as small
 
@@ -59,6 +65,20 @@ def test_skinny_product(rows: int, columns: int, inner: int) -> None:
     for tuning in tunings:
         if tuning is not None:
             small.check_skinny_product(PLAIN, rows, columns, inner, tuning)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
+@pytest.mark.parametrize(
+    "columns, inner", [(960, 1152), (384, 1152), (576, 1728), (576, 576), (576, 1536), (8192, 576)]
+)
+def test_products_of_a_head(rows: int, columns: int, inner: int) -> None:
+    for splits in (False, True):
+        tuning = small_tuning(columns, inner, splits=splits)
+        assert tuning is not None
+        small.check_skinny_product(PLAIN, rows, columns, inner, tuning)
+    gated = small_tuning(1536, 576)
+    assert gated is not None
+    small.check_skinny_product(PLAIN, rows, 1536, 576, gated, gated=True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,21 @@ LETTERS = {"type": "string", "pattern": "^[a-z]{1,6}$"}
 FEW = {"type": "integer", "minimum": 0, "maximum": 99}
 LEAF: dict[str, Any] = {"enum": ["a", 1, None]}
 ODD_NAMES = {"with space": FEW, 'quote"d': LEAF, "$ref": LEAF, "": LEAF}
+# Each with a pattern that is as strict as the name promises for any month.
+_DATE, _TIME = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?"
+_ZONE, _BYTE = r"([Zz]|[-+]\d\d:\d\d)", r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME + _ZONE,
+    "date-time": f"{_DATE}[Tt]{_TIME}{_ZONE}",
+    "duration": r"P(?=.)(\d+W|(\d+[YMD])*(T(\d+[HMS])+)?)",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    "ipv6": r"[0-9a-fA-F:.]{2,45}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[^@\s]+@[^@\s]+",
+    "hostname": r"[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?",
+    "uri": r"[A-Za-z][-+.A-Za-z0-9]*:\S*",
+}
 
 
 def record(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
@@ -36,7 +51,7 @@ SCHEMAS: list[Any] = [
         {"type": "string", "pattern": p}
         for p in ("^a{2,4}$", "^(x|yz)-\\d{3}$", "^[^a-z]{1,5}$", "^\\w{1,5}$")
     ),
-    *({"type": "string", "format": f} for f in ("date", "time", "date-time", "ipv4", "uuid")),
+    *({"type": "string", "format": name} for name in FORMATS),
     {"type": "string", "pattern": "^[ab]+$", "maxLength": 6},
     # Numbers.
     *(
@@ -49,6 +64,8 @@ SCHEMAS: list[Any] = [
     ),
     {"type": "integer", "minimum": 0, "maximum": 500, "multipleOf": 25},
     {"type": "number", "enum": [0.5, 1, -2.25]},
+    {"type": "number", "minimum": 0, "maximum": 2, "multipleOf": 0.25},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     # Lists.
     *({"type": "array", "items": FEW, "minItems": low, "maxItems": low + 2} for low in (0, 1, 3)),
     {"type": "array", "prefixItems": [FEW, LETTERS], "items": False, "minItems": 2},
@@ -134,8 +151,22 @@ REGEXES = [
     *(r"-?(0|[1-9]\d{0,3})(\.\d{1,2})?", r"[^\n]{1,12}", r"a/b/\d", r"\"[^\"\n]{0,6}\"", r"(a|b)(c|d)(e|f)"),
     *(r"[ \t]{1,3}end", r"v\d{1,2}\.\d{1,2}", r"(\d{1,3}\.){3}\d{1,3}"),
 ]
-# Each with a pattern for the same language.
-GRAMMARS = [
+
+
+def _nested(part: str, whole: str) -> Judge:
+    """A language with brackets inside of brackets: its parts become T, the innermost first, until none is left."""
+
+    def judge(text: str) -> bool:
+        while (shorter := re.sub(part, "T", text)) != text:
+            text = shorter
+        return re.fullmatch(whole, text) is not None
+
+    return judge
+
+
+CSV = r"[a-z0-9]{1,4};[a-z0-9]{1,4}(\n[a-z0-9]{1,4};[a-z0-9]{1,4}){0,2}"
+# Each with a pattern for the same language, or how to judge it.
+GRAMMARS: list[tuple[str, str, str | Judge]] = [
     ("lark", 'start: "a" | "b" start2\nstart2: "c"', r"a|bc"),
     ("lark", 'start: NUM ("," NUM){0,3}\nNUM: /[0-9]{1,2}/', r"\d{1,2}(,\d{1,2}){0,3}"),
     (
@@ -146,12 +177,23 @@ GRAMMARS = [
     ("gbnf", 'root ::= "yes" | "no"', r"yes|no"),
     ("gbnf", "root ::= item item?\nitem ::= [a-c] [0-9]", r"([a-c]\d){1,2}"),
     ("gbnf", 'root ::= "(" digits ")"\ndigits ::= [0-9] [0-9]?', r"\(\d\d?\)"),
+    ("gbnf", 'root ::= [a-z]{1,4} "=" ("on" | "off") "\\n"?', r"[a-z]{1,4}=(on|off)\n?"),
+    ("lark", 'start: row ("\\n" row){0,2}\nrow: CELL ";" CELL\nCELL: /[a-z0-9]{1,4}/', CSV),
+    ("lark", 'start: "(" start? ("x" | "y"){1,2} ")"', _nested(r"\(T?[xy]{1,2}\)", "T")),
+    (
+        "gbnf",
+        'root ::= term ("+" term){0,2}\nterm ::= [1-9] | "(" root ")"',
+        _nested(r"[1-9]|\(T(\+T){0,2}\)", r"T(\+T){0,2}"),
+    ),
 ]
 CHOICES = [["left", "right"], ["a", "ab", "abc"], ["only"], ["two words", "three more words", "é"]]
 
 
 def _valid(schema: Any) -> Judge:
-    validator = jsonschema.Draft202012Validator(schema)
+    checker = jsonschema.FormatChecker(formats=())
+    for name, pattern in FORMATS.items():
+        checker.checks(name)(_matches(pattern))
+    validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
 
     def judge(text: str) -> bool:
         return bool(validator.is_valid(json.loads(text)))
@@ -159,8 +201,8 @@ def _valid(schema: Any) -> Judge:
     return judge
 
 
-def _matches(pattern: str) -> Judge:
-    return lambda text: re.fullmatch(pattern, text) is not None
+def _matches(pattern: str | Judge) -> Judge:
+    return (lambda text: re.fullmatch(pattern, text) is not None) if isinstance(pattern, str) else pattern
 
 
 def forms(*, compact: bool) -> list[tuple[Structure, Judge]]:

@@ -63,6 +63,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, int, float, tuple[int, ...]]] = field(default_factory=list)
     reason: FinishReason | None = None
+    drafted: list[int] = field(default_factory=list, compare=False)  # positions of tokens that came as drafts
 
 
 def answer(
@@ -90,6 +91,8 @@ def answer(
         for entry in events.logprobs:
             said = entry.logprobs
             answers[entry.request].logprobs.append((said.position, said.token, said.logprob, said.top_tokens))
+            if said.is_drafted:
+                answers[entry.request].drafted.append(said.position)
         for batch in events.tokens:
             for request, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 answers[RequestId(request)].tokens.append(token)
@@ -139,6 +142,25 @@ def test_every_parameter_gives_the_same_tokens(depth: int) -> None:
     assert {each.reason for each in expected} == {FinishReason.LENGTH, FinishReason.STOP}
 
 
+def test_tokens_that_came_as_drafts_are_known() -> None:
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 400)
+    step = NativeStep(model("plain"), config, host_code(), 1)
+    samplings = [SamplingParams(max_tokens=30, seed=seed, logprobs=0, prompt_logprobs=0) for seed in range(4)]
+    texts = [(5, 6, 7 + number) for number in range(4)]
+    try:
+        expected, plain = answer(step, texts, samplings, None)
+        known = [(*text, *one.tokens) for text, one in zip(texts, expected, strict=True)]
+        found, counters = answer(step, texts, samplings, Oracle(known))
+    finally:
+        step.close()
+    assert not any(each.drafted for each in expected) and not plain.accepted_tokens
+    assert sum(len(each.drafted) for each in found) == counters.accepted_tokens > 50
+    for text, each in zip(texts, found, strict=True):
+        # The first token is drawn behind the prompt, the last of each step behind its drafts.
+        assert each.drafted == sorted(set(each.drafted)) and each.drafted[0] > len(text)
+        assert each.drafted[-1] < len(text) + len(each.tokens)
+
+
 class NoGuesses(Oracle):
     """What a guide forces is all that is drafted."""
 
@@ -158,7 +180,7 @@ def test_masks_and_forced_tokens_are_counted() -> None:
         free = answer(step, texts, [sampling, sampling], NoGuesses([]))[1]
     finally:
         step.close()
-    assert (plain.masks, plain.forced_tokens) == (33, 0) and plain.mask_s > 0
+    assert (plain.masks, plain.forced_tokens) == (33, 0) and plain.mask_wait_s == plain.mask_s > 0
     assert forced.forced_tokens == forced.accepted_tokens > 5
     assert forced.masks == 33 - forced.accepted_tokens + forced.draft_tokens and forced.mask_s > 0
     assert (free.masks, free.mask_s, free.forced_tokens) == (0, 0.0, 0)

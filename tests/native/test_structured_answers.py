@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
 import pytest
 
+from benchmarks.structured_answers import answered
 from paceline import LLM, SamplingParams
 from tests.kernels import host_code
 from tests.model_folder import write_model
 from tests.native.structured_forms import GRAMMARS, REGEXES, SCHEMAS, forms
+from tests.torch.gguf_reference import smollm2_path
 
 CONTEXT, BLOCK_SIZE = 512, 16
 
 
 def test_there_are_enough_forms() -> None:
-    assert len(SCHEMAS) >= 60 and len(REGEXES) >= 20 and len(GRAMMARS) >= 6
+    assert len(SCHEMAS) >= 60 and len(REGEXES) >= 20 and len(GRAMMARS) >= 10
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,30 @@ def test_answers_have_their_form(tmp_path: Path, clients: int, drafts: str, bloc
     llm.shutdown()
     assert whole > 100 * rounds and cut_off < 0.15 * whole, (whole, cut_off)
     assert preempted > 0 or blocks > 100
+
+
+SMOLLM2 = smollm2_path()
+MODELS = [
+    pytest.param(None, 100, id="random model"),
+    pytest.param(
+        SMOLLM2,
+        300,
+        id="SmolLM2",
+        marks=[
+            pytest.mark.campaign,
+            pytest.mark.skipif(
+                SMOLLM2 is None or not SMOLLM2.exists(), reason="SmolLM2 is not on this machine"
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "answers"), MODELS)
+def test_a_sample_of_the_benchmark(model: Path | None, answers: int) -> None:
+    """Clients one after another and beside each other, with forks: `python -m benchmarks.structured_answers`."""
+    host_code()
+    rows = asyncio.run(answered(model, answers, (1, 16)))
+    assert [row["examples"] for row in rows] == [[], []]
+    assert all(row["complete"] > 0.7 * row["answers"] and row["forks"] for row in rows), rows
+    assert rows[1]["preempted"], rows

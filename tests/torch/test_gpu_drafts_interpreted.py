@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.guides import ScriptedMaker, structure
+from paceline.core.structure import Structure
+from tests.guides import ScriptedGuide, ScriptedMaker, structure
 from tests.torch.interpreted import reason_to_skip
 
 if reason := reason_to_skip():
@@ -24,8 +25,10 @@ if reason := reason_to_skip():
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.counters import Counters
 from paceline.core.plan import DraftTally, Runner
+from paceline.core.request import Cost
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.engine.guides import Guides
 from paceline.factory import build_engine
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
@@ -52,6 +55,25 @@ class QuickRunner(GPURunner):
         self._decoder._is_plain = False
 
 
+class SureGuide(ScriptedGuide):
+    """Is certain of tokens that are only possible: as a text that can be spelt in several ways."""
+
+    def forced(self) -> list[int]:
+        guide, found = self.copy(), []
+        while len(found) < 5 and not guide.is_over:
+            found.append(guide.only if guide.only is not None else 30 + (guide._salt + guide.count) % 3)
+            guide.count += 1
+        return found
+
+    def copy(self) -> SureGuide:
+        return SureGuide(self._source, self._vocab_size, self.count)
+
+
+class SureMaker(ScriptedMaker):
+    def take(self, structure: Structure) -> ScriptedGuide | None:
+        return SureGuide(structure.source, self._vocab_size)
+
+
 def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: int) -> Engine:
     """`drafts` on the GPU's runner, None: the CPU without any."""
     scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=256, drafts=drafts)
@@ -69,13 +91,20 @@ def make_engine(checkpoint: Checkpoint, drafts: DraftConfig | None, *, depth: in
     return build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
 
 
-def finish(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """Tokens by request."""
+def finish(
+    engine: Engine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    costs: dict[int, Cost] | None = None,
+) -> list[list[int]]:
+    """Tokens by request; `costs` gets what each took."""
     found: dict[int, list[int]] = {}
     for prompt, params in requests:
         found |= {number: [] for number in engine.add(prompt, params)}
     while engine.has_requests or not engine.is_idle:
-        for batch in engine.step_overlapped().tokens:
+        events = engine.step_overlapped()
+        if costs is not None:
+            costs |= {ending.request: ending.cost for ending in events.finished}
+        for batch in events.tokens:
             for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
                 found[number].append(token)
         assert engine.last_error is None, repr(engine.last_error)
@@ -142,6 +171,24 @@ def test_answers_known_before_come_in_fewer_steps(
     assert (counters.draft_tokens == counters.accepted_tokens) == (acceptance == 1.0)
 
 
+def test_what_a_request_is_expected_to_say_is_drafted_from(folder: Path, expected: list[list[int]]) -> None:
+    """A text with words put in: the row is found again behind them. The other row has none, and nothing to repeat."""
+    answer = expected[1]
+    told = replace(PLAIN[1], prediction=(*answer[:3], 3, 3, 3, *answer[3:]))
+    plain = replace(PLAIN[1], seed=8)
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    prompt = np.random.default_rng(0).integers(0, 512, sum(LENGTHS)).tolist()[5:75]
+    other = list(range(100, 130))
+    engine = make_engine(checkpoint, DraftConfig(method="ngram", width=3), depth=1)
+    costs: dict[int, Cost] = {}
+    found = finish(engine, [(prompt, told), (other, plain)], costs)
+    alone = make_engine(checkpoint, None, depth=0)
+    assert found == [answer, *finish(alone, [(other, plain)])]
+    first, second = (costs[request] for request in sorted(costs))
+    assert first.accepted_predictions >= 5 and first.rejected_predictions > 0
+    assert (second.accepted_predictions, second.rejected_predictions) == (0, 0)
+
+
 def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
     """Where a row has said nothing twice, only another row's text can be right: the same request, one later."""
     one = SamplingParams(max_tokens=10, temperature=0.8, seed=5, ignore_eos=True)
@@ -158,7 +205,7 @@ def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
 
 
 def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
-    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; guides and logprobs put drafts off."""
+    """Truncation, bias, bans and min_tokens are drafted for; penalties are not; logprobs put drafts off."""
     params = (
         SamplingParams(max_tokens=9, temperature=0.7, seed=4, top_p=0.9, min_tokens=5, logit_bias={5: 12.0}),
         SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2),
@@ -167,7 +214,33 @@ def test_rows_of_every_kind_share_steps_with_drafts(folder: Path) -> None:
     expected = generate(folder, params, None, depth=0)[0]
     found, counters = generate(folder, params, DraftConfig(method="ngram", width=4))
     assert found == expected and counters.accepted_tokens >= 1
-    guided = SamplingParams(max_tokens=5, temperature=0.9, seed=2, structured_outputs=structure(4, 6))
-    expected = generate(folder, (guided, PLAIN[0]), None, depth=0)[0]
-    found, counters = generate(folder, (guided, PLAIN[0]), DraftConfig(method="ngram", width=4))
-    assert found == expected and counters.accepted_tokens >= 1
+
+
+@pytest.mark.parametrize("method, width", [("ngram", 4), ("history", 1)])
+def test_what_a_guide_forces_is_drafted_beside_other_rows(folder: Path, method: str, width: int) -> None:
+    """One structure ends before its length, one at a token that is forced; a row with penalties has no drafts."""
+    params = (
+        SamplingParams(max_tokens=14, temperature=0.9, seed=2, structured_outputs=structure(4, 13)),
+        replace(PLAIN[0], max_tokens=10),
+        SamplingParams(max_tokens=9, seed=3, structured_outputs=structure(7, 30), frequency_penalty=0.4),
+    )
+    expected = generate(folder, params, None, depth=0)[0]
+    assert [len(tokens) for tokens in expected] == [13, 10, 9]
+    found, counters = generate(folder, params, DraftConfig(method=method, width=width))
+    assert found == expected
+    # Two tokens of five are certain: the second of them is drafted behind the first.
+    assert counters.forced_tokens >= 2 and counters.accepted_tokens > counters.forced_tokens
+
+
+def test_a_guide_that_was_too_sure_changes_no_token(folder: Path) -> None:
+    """Drafts of a guide that are not drawn, branches of one request, and a row that has none."""
+    guided = SamplingParams(max_tokens=12, temperature=0.9, seed=6, structured_outputs=structure(5, 40), n=2)
+    requests = [([7, 8, 9], guided), (list(range(40, 60)), replace(PLAIN[0], max_tokens=8))]
+    checkpoint, found = open_checkpoint(folder, load_format="dummy"), []
+    for drafts, maker in ((None, ScriptedMaker), (DraftConfig(method="ngram", width=3), SureMaker)):
+        engine = make_engine(checkpoint, drafts, depth=1)
+        engine.guides = Guides(engine.scheduler, maker(512))
+        found.append(finish(engine, requests))
+    counters = engine.scheduler.state.counters
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert 0 < counters.accepted_tokens < counters.draft_tokens and counters.forced_tokens > 0

@@ -58,13 +58,13 @@ def test_larger_steps_are_launched_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("most_slots, most_tokens", [(1024, 2048), (3, 51), (300, 2048), (1, 9)])
-@pytest.mark.parametrize("with_rules", [False, True])
+@pytest.mark.parametrize("undrawn", [False, True])
 def test_a_step_with_drafts_takes_the_smallest_that_holds_it(
-    most_slots: int, most_tokens: int, with_rules: bool
+    most_slots: int, most_tokens: int, undrawn: bool
 ) -> None:
-    keys = draft_keys(most_slots, most_tokens, with_rules=with_rules)
+    keys = draft_keys(most_slots, most_tokens, undrawn=undrawn)
     assert keys == sorted(keys) and all(key.tokens <= most_tokens for key in keys)
-    assert {key.with_rules for key in keys} == {with_rules}
+    assert {key.undrawn for key in keys} == {undrawn}
     for rows in {1, (most_slots + 1) // 2, most_slots}:
         for drafts in (0, 1, rows, 4 * rows, 7 * rows):
             key = draft_key(keys, rows, drafts)
@@ -75,5 +75,5 @@ def test_a_step_with_drafts_takes_the_smallest_that_holds_it(
 
 
 def test_more_rows_than_any_step_with_drafts_has_are_not_drafted_for() -> None:
-    assert draft_key(draft_keys(4000, 2048, with_rules=False), 2049, 0) is None
-    assert draft_key(draft_keys(8, 1, with_rules=False), 1, 3) is None
+    assert draft_key(draft_keys(4000, 2048, undrawn=False), 2049, 0) is None
+    assert draft_key(draft_keys(8, 1, undrawn=False), 1, 3) is None

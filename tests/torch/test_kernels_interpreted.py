@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from paceline.runner.gpu.kernels.gumbel_sampling import (
     allocate_candidates,
     sample,
 )
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import ProductTuning, small_tuning
 from paceline.runner.gpu.kernels.step_rows import DrawnTokens, RowColumns, update_rows
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_row_cases as row_cases
@@ -51,7 +53,9 @@ def test_decode_attention_of_rows_with_drafts(width: int, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 70])
 def test_prefill_attention_with_and_without_what_was_before(window: int) -> None:
-    cases.check_prefill(SMALL, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
+    for group in (SMALL.group, 3):  # three queries to a key do not fill a tile
+        shape = replace(SMALL, group=group)
+        cases.check_prefill(shape, [(0, 1), (0, 70), (130, 67), (64, 0), (63, 2), (200, 9)], window=window)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_prefill_attention_with_and_without_what_was_before(window: int) -> None
     ],
 )
 def test_the_list_of_shared_beginnings_covers_them(groups: list[tuple[int, int]]) -> None:
-    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264)):
+    for group, target in ((4, 33), (2, 33), (1, 4), (8, 264), (3, 33)):
         cases.check_shared_plan(groups, "cpu", group=group, target=target)
 
 
@@ -166,6 +170,14 @@ def test_logprobs_are_those_of_the_definition(vocabulary: int, dtype: torch.dtyp
 def test_skinny_product(rows: int, parts: int, gated: bool) -> None:
     tuning = ProductTuning(columns=16, inner=64, parts=parts, num_warps=1, rows=16)  # 19: two programs
     small.check_skinny_product(SMALL, rows, 32, 256, tuning, gated=gated)
+
+
+@pytest.mark.parametrize(("columns", "inner", "parts"), [(48, 192, 3), (64, 128, 1), (16, 256, 2)])
+def test_products_of_a_head_are_cut_to_fit(columns: int, inner: int, parts: int) -> None:
+    tuning = small_tuning(columns, inner, splits=True)
+    assert tuning is not None and tuning.parts == parts
+    small.check_skinny_product(SMALL, 3, columns, inner, tuning)
+    assert small_tuning(columns + 1, inner) is None and small_tuning(columns, inner + 1) is None
 
 
 @pytest.mark.parametrize("has_norm, gated", [(False, False), (True, False), (True, True)])

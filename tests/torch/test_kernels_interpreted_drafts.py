@@ -34,12 +34,22 @@ def test_earlier_texts_are_found_as_on_the_cpu() -> None:
     cases.check_history("cpu", rows=60, size=1024, exact=True)  # most have been written over
 
 
+def test_rows_are_found_in_what_they_are_expected_to_say() -> None:
+    cases.check_predictions("cpu", rows=40, vocabulary=12, width=5)
+
+
+def test_what_is_certain_comes_before_other_drafts() -> None:
+    cases.check_certain("cpu", rows=150, width=5)
+
+
 @pytest.mark.parametrize("budget", [0, 1, 17, 40, 400])
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 def test_the_likeliest_drafts_are_laid_out(budget: int, floor: float) -> None:
     cases.check_layout("cpu", rows=40, width=7, limit=5, budget=budget, floor=floor)
+    cases.check_layout("cpu", rows=40, width=7, limit=5, budget=budget, floor=floor, of_each=True)
 
 
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_drafts_count_as_far_as_they_are_right(width: int) -> None:
     cases.check_verify("cpu", rows=150, width=width)
+    cases.check_verify("cpu", rows=150, width=width, of_each=True)

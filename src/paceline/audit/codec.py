@@ -123,7 +123,7 @@ def plain(value: object) -> Json:
 
 def config_of(value: Json) -> EngineConfig:
     """The engine config a header holds. An option it lacks has its default; one that is not known raises."""
-    kv = dict(value["kv"])
+    kv = {"eviction": "lru", **value["kv"]}  # as it was before there was a choice
     kv["groups"] = tuple(GroupSpec(**group) for group in kv["groups"])
     scheduler = dict(value["scheduler"])
     if scheduler.get("step_costs") is not None:

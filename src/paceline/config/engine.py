@@ -21,6 +21,7 @@ MODES = ("continuous", "dynamic", "static")
 # pages load no numpy.
 _POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
 POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
+EVICTIONS = ("reuse", "lru")
 PREEMPTION_KINDS = ("auto", "recompute", "swap")
 STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -39,7 +40,14 @@ _OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 # For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
 ORACLE = "oracle"
+# Steps of a GPU with drafts: tokens of all rows together.
+DRAFT_BUCKETS = (
+    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+    1280, 1536, 1792, 2048,
+)  # fmt: skip
+PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
 USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
+USUAL_GUESSES = 4  # the same where a model makes them, which takes time for each
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -80,6 +88,11 @@ class KVConfig:
         also=("--host-blocks",),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike", basic=True)
+    eviction: str = option(
+        "reuse",
+        "which cached prefix goes first: the least likely to be used again soon, or the least recently used",
+        choices=EVICTIONS,
+    )
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
 
     def __post_init__(self) -> None:
@@ -186,7 +199,8 @@ class DraftConfig:
             raise ConfigError(
                 f"--speculative-config: {unknown[0]} is not known; there are {', '.join(_DRAFT_FIELDS)}"
             )
-        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", USUAL_DRAFTS)
+        usual = USUAL_GUESSES if given.get("model") else USUAL_DRAFTS
+        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", usual)
         method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
         if method not in (*DRAFT_METHODS, ORACLE):
             raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
@@ -465,8 +479,8 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding: off, auto, ngram, history, or a JSON object with method (on a CPU also eagle, medusa, "
-        "draft_model), model and num_speculative_tokens",
+        "speculative decoding: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, and on a "
+        "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")

@@ -48,6 +48,7 @@ class Counters:
     failed_steps: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time
     cached_tokens: int = 0  # of these, found in blocks that were there already
+    evicted_blocks: int = 0  # blocks whose cached prefix was evicted
     computed_tokens: int = 0  # in all steps submitted, padding included
     padding_tokens: int = 0  # of these
     occupied_rows: int = 0  # rows in use, summed over steps
@@ -59,6 +60,7 @@ class Counters:
     accepted_tokens: int = 0  # of these, right and delivered
     masks: int = 0  # of tokens that may come next, made for rows with a guide
     mask_s: float = 0.0
+    mask_wait_s: float = 0.0  # that draws waited for them
     forced_tokens: int = 0  # of the accepted drafts, those that a guide was certain of
     compiled: int = 0  # structures
     compile_s: float = 0.0

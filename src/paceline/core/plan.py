@@ -195,6 +195,7 @@ class RowLogprobs:
     rank: int  # 1 is the likeliest
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    is_drafted: bool = False  # it came as a draft that was right; the scheduler says so
 
 
 @value
@@ -227,6 +228,9 @@ class GuideWork(NamedTuple):
     masks: int
     mask_s: float  # making them
     forced: int = 0  # tokens that a guide was certain of, taken as drafts
+    wait_s: float = (
+        0.0  # that the draw waited for them: on a CPU all of it, on a GPU what its forward pass does not hide
+    )
 
 
 class StepResult(NamedTuple):

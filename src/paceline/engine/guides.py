@@ -164,6 +164,7 @@ class Guides:
             counters = self._scheduler.state.counters
             counters.masks += work.masks
             counters.mask_s += work.mask_s
+            counters.mask_wait_s += work.wait_s
             counters.forced_tokens += work.forced
 
     def advance(self, delivered: Sequence[TokenEvents]) -> None:

@@ -8,7 +8,7 @@ takes writes that are never read and is never handed out. Knows nothing of reque
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,27 +20,56 @@ REMEMBERED = 512  # of the blocks that were evicted last
 
 
 class EvictionOrder(Protocol):
-    """Which cached, unreferenced block goes next."""
+    """Which cached block that no row holds goes next. An order that learns also hears what becomes of prefixes."""
 
-    def add(self, blocks: Iterable[int]) -> None: ...
-    def remove(self, block: int) -> None: ...
+    def add(self, blocks: Sequence[int] | Blocks) -> None: ...
+    def remove(self, blocks: Sequence[int] | Blocks) -> None: ...
     def pick(self, count: int) -> list[int]: ...
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
 
+    def entered(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Blocks can be hit from now on, under these names."""
+        return None
 
-class LeastRecentlyFreed:
+    def used(self, blocks: Sequence[int]) -> None:
+        """A request hits these blocks; those that are free are removed next."""
+        return None
+
+    def evicted(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """What was picked is gone."""
+        return None
+
+    def want(self, blocks: Sequence[int]) -> None:
+        """A waiting request will hit these blocks."""
+        return None
+
+    def miss(self, names: Sequence[bytes]) -> None:
+        """A waiting request would hit blocks of these names, but there are none."""
+        return None
+
+    def num_wanted(self) -> int:
+        """Blocks that waiting requests will hit."""
+        return 0
+
+    def unwant(self, blocks: Sequence[int]) -> None:
+        """No waiting request will any more."""
+        return None
+
+
+class LeastRecentlyFreed(EvictionOrder):
     """The block that was set free longest ago goes first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
+    def add(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
             self._blocks[block] = None
 
-    def remove(self, block: int) -> None:
-        del self._blocks[block]
+    def remove(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
+            del self._blocks[block]
 
     def pick(self, count: int) -> list[int]:
         return [self._blocks.popitem(last=False)[0] for _ in range(count)]
@@ -109,9 +138,9 @@ class BlockPool:
         counts = self.refs[blocks]
         self.refs[blocks] = counts + 1
         if np.count_nonzero(counts) < len(counts):
-            for block in blocks[counts == 0].tolist():
-                self.evictable.remove(block)  # only a cached block can be found without a reference
-                self.num_free -= 1
+            free = blocks[counts == 0]
+            self.evictable.remove(free)  # only a cached block can be found without a reference
+            self.num_free -= len(free)
 
     def release(self, blocks: Blocks) -> None:
         """Drop one reference for each entry of `blocks`; the first given is the first evicted.
@@ -135,7 +164,7 @@ class BlockPool:
             self._depth += num_plain
             zero = zero[is_cached]
         if len(zero):
-            self.evictable.add(zero.tolist())
+            self.evictable.add(zero)
 
     def _evict(self, count: int) -> Blocks:
         """Take `count` blocks out of the eviction order; their prefixes are gone."""
@@ -151,6 +180,6 @@ class BlockPool:
         """A block no longer holds a cached prefix; when free, it moves to the stack."""
         self.cached[block] = False
         if self.refs[block] == 0:
-            self.evictable.remove(block)
+            self.evictable.remove([block])
             self._stack[self._depth] = block
             self._depth += 1

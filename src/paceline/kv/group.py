@@ -36,6 +36,9 @@ class LayerGroup:
         self.computed_from: Blocks = self._columns[3]  # entries before it came from the cache
         self.reserved_for: Blocks = self._columns[4]  # blocks a protected row may still take
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
+        self.wanted: dict[
+            bytes, int
+        ] = {}  # names of blocks that waiting requests will hit, and how many will
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""
@@ -160,7 +163,43 @@ class LayerGroup:
         entered = self.cache.add(self.table[row, start:until].tolist(), keys[start:until])
         if entered:
             self.pool.cached[entered] = True
+            names = self.cache.names(entered)
+            self.pool.evictable.entered(entered, names)
+            if self.wanted:
+                pairs = zip(entered, names, strict=True)
+                self.pool.evictable.want([block for block, name in pairs if name in self.wanted])
         self.published[row] = until
+
+    def want(self, names: Sequence[bytes]) -> None:
+        """One more waiting request will hit the blocks of these names, as far as they are there or will be.
+
+        What lies behind a missing block is of no use to it, and is not kept for it.
+        """
+        found: list[int] = []
+        missing: list[bytes] = []
+        for name in names:
+            self.wanted[name] = self.wanted.get(name, 0) + 1
+            block = self.cache.named(name)
+            if block is None:
+                missing.append(name)
+            elif not missing or self.window is not None:
+                found.append(block)
+        self.pool.evictable.want(found)
+        self.pool.evictable.miss(missing)
+
+    def unwant(self, names: Sequence[bytes]) -> None:
+        """It waits no longer. The last block first: that is how a prompt's blocks are set free."""
+        left: list[int] = []
+        for name in reversed(names):
+            others = self.wanted[name] - 1
+            if others:
+                self.wanted[name] = others
+                continue
+            del self.wanted[name]
+            block = self.cache.named(name)
+            if block is not None:
+                left.append(block)
+        self.pool.evictable.unwant(left)
 
     def quarantine(self, row: int) -> None:
         """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""

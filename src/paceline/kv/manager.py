@@ -36,65 +36,13 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import Capacity, GroupSpec, KVConfig
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import BlockPool
+from paceline.kv.block_pool import BlockPool, EvictionOrder, LeastRecentlyFreed
+from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
 from paceline.kv.prefix import PrefixCache
+from paceline.kv.reuse import ReuseOrder
 from paceline.kv.swap import HostPlacePool, Ticket, Tickets
-
-# How long blocks are held: for each row the sum of its blocks' times, exact, at a cost per change and not per step.
-#
-# A row that got block i at time a(i) and still has n of them at time t has held them for n * t - sum of a(i); what
-# it let go of at time r adds r. So one number for each row is enough, and a row that only decodes inside its last
-# block costs nothing. Times are whole microseconds, given from outside; whole numbers neither round nor drift. A
-# block that several rows hold counts in full for each of them. Single entries are read with `item`: numpy's own
-# numbers add up slowly.
-
-
-MICROSECONDS = 1_000_000
-Index = NDArray[np.int64]
-
-
-class BlockTime:
-    """The block-microseconds of all rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.now_us = 0
-        self.held: Index = np.zeros(num_rows, np.int64)  # blocks, over all layer groups
-        self._since: Index = np.zeros(num_rows, np.int64)  # sum of the times they came, less those that went
-
-    def set_time(self, now_s: float) -> None:
-        """What follows happens at this time. It never goes back."""
-        self.now_us = int(now_s * MICROSECONDS)
-
-    def gained(self, row: int, count: int) -> None:
-        self.held[row] = self.held.item(row) + count
-        self._since[row] = self._since.item(row) + count * self.now_us
-
-    def gained_each(self, rows: Index, count: int) -> None:
-        """Each of `rows` (all different) got `count` blocks."""
-        self.held[rows] += count
-        self._since[rows] += count * self.now_us
-
-    def lost_each(self, rows: Index, counts: Index) -> None:
-        self.held[rows] -= counts
-        self._since[rows] -= counts * self.now_us
-
-    def lost_all(self, row: int) -> None:
-        """The row is empty; what it has held until now is kept until it is taken."""
-        self._since[row] = self._since.item(row) - self.held.item(row) * self.now_us
-        self.held[row] = 0
-
-    def so_far(self, row: int) -> int:
-        """Block-microseconds of a row since it began."""
-        return self.held.item(row) * self.now_us - self._since.item(row)
-
-    def take(self, row: int) -> int:
-        """The same, when the row is released: it starts from nothing again."""
-        total = self.so_far(row)
-        self._since[row] = self.held.item(row) * self.now_us
-        return total
-
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 Needs = tuple[int, ...]  # blocks per group
@@ -137,18 +85,20 @@ class KVManager:
     ) -> None:
         self.block_size = config.block_size
         self.caching = config.enable_prefix_caching
+        self.eviction = config.eviction
         self._max_chunk = max_chunk
         self._at_once = at_once  # rows take all their blocks when they start, as padded batches do
         shape = (capacity.num_rows, capacity.max_blocks_per_row)
+        self.block_time = BlockTime(capacity.num_rows)
         self.groups = [
-            _make_group(index, spec, config, shape, make_pool) for index, spec in enumerate(config.groups)
+            _make_group(index, spec, config, shape, make_pool, self.block_time)
+            for index, spec in enumerate(config.groups)
         ]
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
         self.windowed = [group for group in self.groups if group.window is not None]
         self.places = [HostPlacePool(config.num_host_blocks) for _ in self.groups]
         self.tickets = Tickets()
-        self.block_time = BlockTime(capacity.num_rows)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)
@@ -197,6 +147,11 @@ class KVManager:
     def num_slots(self) -> int:
         """Tokens the first group holds when all its blocks are full: what reports count occupancy by."""
         return self.groups[0].pool.usable * self.block_size
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks whose cached prefix was evicted, since the start."""
+        return sum([group.pool.num_evicted for group in self.groups])
 
     def reserved_for(self, row: int) -> int:
         """Blocks that are set aside for a row and not taken yet."""
@@ -269,6 +224,7 @@ class KVManager:
         if not match.num_blocks:
             return  # the row is as empty as it was left
         for group, start, blocks in zip(self.groups, match.start, match.blocks, strict=True):
+            group.pool.evictable.used(blocks.tolist())
             group.adopt(row, blocks, start)
             self.block_time.gained(row, len(blocks))
             group.published[row] = group.computed_from[row] = match.num_blocks
@@ -279,6 +235,21 @@ class KVManager:
         if self.caching:
             for group in self.groups:
                 group.publish(row, keys, num_computed // self.block_size)
+
+    def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
+        """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
+        names = [key.key for key in keys[: (num_tokens - 1) // self.block_size]]
+        for group in self.groups:
+            group.want(names)
+        return names
+
+    def unwant(self, names: Sequence[bytes]) -> None:
+        for group in self.groups:
+            group.unwant(names)
+
+    def may_want_more(self) -> bool:
+        """Whether cached blocks that are wanted fill less than half of every pool."""
+        return all(2 * group.pool.evictable.num_wanted() < group.pool.usable for group in self.groups)
 
     def quarantine(self, row: int) -> None:
         for group in self.groups:
@@ -493,15 +464,23 @@ class KVManager:
 
 
 def _make_group(
-    index: int, spec: GroupSpec, config: KVConfig, shape: tuple[int, int], make_pool: PoolMaker
+    index: int,
+    spec: GroupSpec,
+    config: KVConfig,
+    shape: tuple[int, int],
+    make_pool: PoolMaker,
+    time: BlockTime,
 ) -> LayerGroup:
     cache = PrefixCache()
+    num_blocks = spec.num_blocks or config.num_blocks
 
     def evict(blocks: list[int]) -> None:
-        for block in blocks:
-            cache.drop(block)
+        pool.evictable.evicted(blocks, [cache.drop(block) for block in blocks])
 
-    pool = make_pool(spec.num_blocks or config.num_blocks, on_evict=evict)
+    order: EvictionOrder = LeastRecentlyFreed()
+    if config.eviction == "reuse" and config.enable_prefix_caching:
+        order = ReuseOrder(num_blocks, time)
+    pool = make_pool(num_blocks, on_evict=evict, order=order)
     group = LayerGroup(index, pool, cache, shape)
     group.window = spec.window
     return group

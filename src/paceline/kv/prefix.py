@@ -47,10 +47,19 @@ class PrefixCache:
                 entered.append(block)
         return entered
 
-    def drop(self, block: int) -> None:
-        """A block's content is about to go."""
-        key = self._key_of.pop(block)
-        del self._block_of[key.key]
+    def drop(self, block: int) -> bytes:
+        """A block's content is about to go; returns the name it stood under."""
+        name = self._key_of.pop(block).key
+        del self._block_of[name]
+        return name
+
+    def named(self, name: bytes) -> int | None:
+        """The block under a name."""
+        return self._block_of.get(name)
+
+    def names(self, blocks: Sequence[int]) -> list[bytes]:
+        """The names that entered blocks stand under."""
+        return [self._key_of[block].key for block in blocks]
 
     def entries(self) -> dict[int, BlockKey]:
         """Block -> key, for checks."""

@@ -233,7 +233,9 @@ class BranchText:
 
 def logprob_entry(tokenizer: Tokenizer | None, found: RowLogprobs) -> dict[int, Logprob]:
     """How likely a token was, and which were likelier, by token id."""
-    entry = {found.token: _logprob(tokenizer, found.token, found.logprob, found.rank)}
+    chosen = _logprob(tokenizer, found.token, found.logprob, found.rank)
+    chosen.is_drafted = found.is_drafted
+    entry = {found.token: chosen}
     for rank, (token, value) in enumerate(zip(found.top_tokens, found.top_logprobs, strict=True), 1):
         entry.setdefault(token, _logprob(tokenizer, token, value, rank))
     return entry

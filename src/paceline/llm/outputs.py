@@ -13,6 +13,7 @@ class Logprob:
     logprob: float
     rank: int | None = None  # 1 is the likeliest
     decoded_token: str | None = None
+    is_drafted: bool = False  # it came as a draft that was right
 
 
 Logprobs = list[dict[int, Logprob]]

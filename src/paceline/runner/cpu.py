@@ -209,7 +209,7 @@ class CPURunner:
             verified=EMPTY if verified is None else verified.astype(np.int32),
             predicted=_predicted(drafts, len(at)),
             drafts=tally,
-            guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced)) if masks else None,
+            guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced), mask_s) if masks else None,
         )
 
     def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:

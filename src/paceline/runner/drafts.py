@@ -40,6 +40,7 @@ LENGTHS = 4  # of matches with earlier texts that are told apart
 # The first kind of draft from a model: its probability in eighths. Where there is a model, drafts from earlier texts
 # are told apart by the length of the match alone, so that 32 kinds are enough.
 OF_MODEL, EIGHTHS = OF_HISTORY + LENGTHS, 8
+NO_STATE = -2  # of a row, from no token: not even from the one before its first
 # The kinds of draft from a prediction: where the row has just got a token of it, and where it was found again.
 FOLLOWED, FOUND = DRAFT_KINDS - 2, DRAFT_KINDS - 1
 _SHIFT = 24  # of a token in a key: more than any vocabulary needs
@@ -400,7 +401,7 @@ def follow_guides(
         else:
             found = tokens[number, :before].tolist()
             found = found[: guide.accepts(found)]
-        while found and _is_over_behind(guide, found):
+        while found and is_over_behind(guide, found):
             found.pop()  # the last token of a structure is drawn: nothing is drawn behind it
         tokens[number, : len(found)] = found
         counts[number] = len(found)
@@ -410,7 +411,8 @@ def follow_guides(
     return (drafts if counts.any() else None), is_forced
 
 
-def _is_over_behind(guide: Guide, tokens: list[int]) -> bool:
+def is_over_behind(guide: Guide, tokens: list[int]) -> bool:
+    """Whether a structure is complete with these tokens."""
     trial = guide.copy()
     trial.consume(tokens)
     return trial.is_over

@@ -22,7 +22,7 @@ from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, DraftTally, StepPlan
 from paceline.models.draft_head import DraftNet
 from paceline.runner.attention import StepAttention
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, one_token_each, part_of
-from paceline.runner.drafts import EIGHTHS, OF_MODEL, Counts, NgramDrafter
+from paceline.runner.drafts import EIGHTHS, NO_STATE, OF_MODEL, Counts, NgramDrafter
 from paceline.runner.sampling.sampler import Sampler
 from paceline.runner.torch_step import TorchStep
 
@@ -45,7 +45,9 @@ class ModelDrafter:
         self._step, self._net, self._others = step, net, others
         self._first_layer = step.spec.num_layers
         self._state = torch.zeros(num_rows, net.state_size)
-        self._state_behind: Index = np.full(num_rows, -1)  # position of the token that the state comes from
+        self._state_behind: Index = np.full(
+            num_rows, NO_STATE
+        )  # position of the token that the state comes from
         self._trust: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
         self._guesses: dict[int, list[tuple[int, int]]] = {}  # token and kind, by row, in the last step
         self._taken: set[int] = set()  # rows whose drafts are of these
@@ -64,7 +66,7 @@ class ModelDrafter:
         self._sampler = sampler
 
     def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None:
-        self._state_behind[row] = -1
+        self._state_behind[row] = NO_STATE
         self._others.join(rows, row, prediction)
 
     def fork(self, source: int, target: int) -> None:

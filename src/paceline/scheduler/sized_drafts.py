@@ -23,8 +23,9 @@ from paceline.scheduler.modes import Mode
 
 F64 = NDArray[np.float64]
 
-GAIN = 1.02  # what is predicted must be better by this
+GAIN = 1.04  # what is predicted must be better by this
 OFFERED = 0.2  # weight of the last tallies in how many rows have a draft of each kind
+FADING = 0.98  # of what is known of a size, by each step of another one
 FEWEST = 1e-3  # a smaller share of rows than this counts for nothing
 
 
@@ -128,15 +129,33 @@ class SizedBudget(DraftBudget):
 
 
 class SizedSeconds(StepSeconds):
-    """Seconds of steps with drafts by their size, and of steps without by minus their rows."""
+    """Seconds of steps with drafts by their size, and of steps without by minus their rows.
+
+    What is known of a size that is not used fades: it may have been slow because the host was busy then, and would
+    never be tried again.
+    """
 
     def __init__(self, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> None:
         super().__init__(0.0, 0.0)
         self._of_size = (sizes, seconds)
+        self._learnt: dict[int, int] = {}  # of each size, as how many-th
+        self._number, self._last = 0, 1.0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self._number += 1
+        super().learn(tokens, seconds)
+        self._learnt[tokens] = self._number
+        self._last += LATELY * (self._factors.get(tokens, 1.0) - self._last)
 
     def _base(self, tokens: int) -> float:
         sizes, seconds = self._of_size
         return seconds[min(bisect_left(sizes, abs(tokens)), len(sizes) - 1)]
+
+    def _factor(self, tokens: int) -> float:
+        factor, learnt = super()._factor(tokens), self._learnt.get(tokens)
+        if learnt is None:
+            return factor
+        return self._last + (factor - self._last) * FADING ** (self._number - learnt)
 
 
 def make_budget(config: SchedulerConfig, block_size: int, mode: Mode) -> DraftBudget | None:

@@ -45,6 +45,7 @@ from paceline.core.request import (
 )
 from paceline.core.tree import Tree, TreeLimits
 from paceline.kv.manager import KVManager
+from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
@@ -175,7 +176,8 @@ class SchedulerState:
         self.hooks = hooks
         self.requests: dict[RequestId, Request] = {}  # every live request
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
-        self.queue = WaitingQueue()
+        self.wishes = Wishes(kv)
+        self.queue = WaitingQueue(self.wishes)
         self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)

@@ -7,6 +7,8 @@ columns; Python loops run over prompts and over rows that ended.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +49,7 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     if flight.spans and _spans_done(state, flight):
         current = rows.generation[at] == result.generation
     if result.logprobs:
-        _deliver_logprobs(state, result, set(at[current].tolist()))
+        _deliver_logprobs(state, result, flight, at[current])
     _deliver(state, result, flight, at, current)
     state.kv.settle()
 
@@ -146,10 +148,15 @@ def _deliver(
             _end_rows(state, at[ended], stopped[ended])
 
 
-def _deliver_logprobs(state: SchedulerState, result: StepResult, current: set[int]) -> None:
+def _deliver_logprobs(state: SchedulerState, result: StepResult, flight: Flight, current: Index) -> None:
+    rows, known = state.rows, set(current.tolist())
+    # Of the tokens that a row gets in a step, the last was drawn; those before it were drafts.
+    ends = dict(zip(result.rows.tolist(), result.count.tolist(), strict=True)) if flight.width else {}
     for logprobs in result.logprobs:
-        if logprobs.row in current:
-            request = _owner(state, logprobs.row).id
+        if logprobs.row in known:
+            request, count = _owner(state, logprobs.row).id, ends.get(logprobs.row, 1)
+            if count > 1 and 0 <= logprobs.position - rows.num_tokens.item(logprobs.row) < count - 1:
+                logprobs = replace(logprobs, is_drafted=True)
             state.events.logprobs.append(LogprobEvent(request=request, logprobs=logprobs))
 
 

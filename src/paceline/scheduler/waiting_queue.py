@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.core.request import Request, RequestId
 from paceline.errors import ConfigError
+from paceline.kv.wishes import Wishes
 from paceline.policy import RequestView
 from paceline.scheduler.view_columns import COUNTS, TIMES, counts_of, part_of, times_of
 
@@ -23,9 +24,10 @@ DEADLINE = TIMES.index("deadline_s")
 
 
 class WaitingQueue:
-    """Waiting requests, in no particular order; `view` is what policies see."""
+    """Waiting requests, in no particular order; `view` is what policies see. `wishes` hears which come and leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, wishes: Wishes | None = None) -> None:
+        self.wishes = wishes
         self._requests: list[Request] = []
         self._place: dict[RequestId, int] = {}
         # One line per request: requests come and go far more often than a policy looks at a whole column.
@@ -65,9 +67,13 @@ class WaitingQueue:
         self._counts[place] = counts_of(request, order, tenant)
         self._times[place] = times_of(request)
         self.num_tokens += request.num_tokens
+        if self.wishes is not None:
+            self.wishes.comes(request.id, request.keys, request.num_tokens)
 
     def remove(self, request: Request) -> None:
         """Take a request out; the last one moves into its place."""
+        if self.wishes is not None:
+            self.wishes.leaves(request.id)
         self._view = self._columns = None
         place = self._place.pop(request.id)
         tenant = self._counts.item(place, TENANT)

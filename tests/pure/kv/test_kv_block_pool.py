@@ -1,7 +1,7 @@
 """The block pool against a model of it: references, the free list, and eviction in order behind its seam."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -9,26 +9,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.kv.block_pool import NULL_BLOCK, BlockPool, EvictionOrder, LeastRecentlyFreed
+from paceline.kv.block_pool import NULL_BLOCK, BlockPool, Blocks, EvictionOrder, LeastRecentlyFreed
 
 
 def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
 
 
-class LargestFirst:
+class LargestFirst(EvictionOrder):
     """Another order behind the seam: the highest block number goes. Strict about what it is told."""
 
     def __init__(self) -> None:
         self._blocks: list[int] = []
 
-    def add(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
+    def add(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
             assert block not in self._blocks, f"block {block} was added twice"
             self._blocks.append(block)
 
-    def remove(self, block: int) -> None:
-        self._blocks.remove(block)
+    def remove(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
+            self._blocks.remove(block)
 
     def pick(self, count: int) -> list[int]:
         self._blocks.sort()
@@ -201,7 +202,7 @@ def test_the_order_hears_of_a_block_once() -> None:
 def test_least_recently_freed_is_first_in_first_out() -> None:
     order: EvictionOrder = LeastRecentlyFreed()
     order.add([5, 3, 8])
-    order.remove(3)
+    order.remove([3])
     order.add([3])
     assert (len(order), list(order)) == (3, [5, 8, 3])
     assert order.pick(2) == [5, 8]

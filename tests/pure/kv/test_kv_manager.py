@@ -218,7 +218,9 @@ def test_the_least_recently_freed_prefix_goes_first() -> None:
 
 
 def test_the_seam_of_the_eviction_order_reaches_the_manager() -> None:
-    kv = make_kv(num_blocks=4, make_pool=lambda count, **rest: BlockPool(count, order=LargestFirst(), **rest))
+    kv = make_kv(
+        num_blocks=4, make_pool=lambda count, **rest: BlockPool(count, **{**rest, "order": LargestFirst()})
+    )
     for row, text in enumerate("xyz"):
         compute(kv, row, text)
     for row in (1, 0, 2):

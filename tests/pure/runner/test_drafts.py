@@ -430,8 +430,8 @@ def test_a_size_that_costs_more_than_it_brings_is_left_out() -> None:
         ('{"num_speculative_tokens": 5}', DraftConfig(method="history", width=5)),
         ("auto", DraftConfig(method="history")),
         ("suffix", DraftConfig(method="history")),
-        ('{"method": "eagle3", "model": "x"}', DraftConfig(method="eagle", model="x")),
-        ('{"model": "x"}', DraftConfig(method="history", model="x")),
+        ('{"method": "eagle3", "model": "x"}', DraftConfig(method="eagle", model="x", width=4)),
+        ('{"model": "x"}', DraftConfig(method="history", model="x", width=4)),
     ],
 )
 def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:

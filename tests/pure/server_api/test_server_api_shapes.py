@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ def test_logprobs_of_the_prompt_and_ids() -> None:
     token = str(ids("b")[0])
     assert choice["prompt_logprobs"] == [None, {token: {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (ids("z"), ids("ab"))
+
+
+def test_tokens_that_came_as_drafts_are_named_where_that_is_asked_for() -> None:
+    asked = {"model": "tiny", "messages": TURNS, "logprobs": True}
+    plain = Api(says("ab")).ask(CHAT, asked)["choices"][0]["logprobs"]["content"]
+    assert all("drafted" not in token for token in plain)
+    asked["return_drafted"] = True
+
+    def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
+        ((update,),) = steps = says("ab")(prompt, sampling)  # type: ignore[misc]
+        update.logprobs[0] = replace(update.logprobs[0], is_drafted=True)
+        return steps
+
+    content = Api(script).ask(CHAT, asked)["choices"][0]["logprobs"]["content"]
+    assert [token["drafted"] for token in content] == [True, False]
 
 
 def test_chunks_are_what_the_client_reads() -> None:

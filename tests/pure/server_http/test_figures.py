@@ -98,7 +98,7 @@ def test_the_page_shows_what_happened() -> None:
 
 def test_the_page_shows_structures_and_tool_calls() -> None:
     client, requests = FakeClient(), RequestMetrics()
-    counters = Counters(masks=5, mask_s=0.25, forced_tokens=3, compiled=2, compile_s=0.5)
+    counters = Counters(masks=5, mask_s=0.25, mask_wait_s=0.125, forced_tokens=3, compiled=2, compile_s=0.5)
     counters.structures = {"complete": 4, "grammar_error": 1}
     client.stats = EngineStats(counters=counters)
     for _ in range(2):
@@ -107,6 +107,7 @@ def test_the_page_shows_structures_and_tool_calls() -> None:
         requests.finished(made)
     found = samples(page_of(client, requests, HttpMetrics()))
     expected = {"masks": 5, "mask_seconds": 0.25, "forced_tokens": 3, "compiles": 2, "compile_seconds": 0.5}
+    expected["mask_wait_seconds"] = 0.125
     assert {name: found[f"paceline:structured_{name}_total", ""] for name in expected} == expected
     outcomes = ("complete", "unfinished", "grammar_error", "grammar_too_complex")
     assert [found["paceline:structured_requests_total", name] for name in outcomes] == [4, 0, 1, 0]

@@ -119,6 +119,13 @@ class SimOptions(CheckedOptions):
         panel="Deployment",
         metavar="MODE[,MODE...]",
     )
+    evictions: str = option(
+        "reuse",
+        "eviction orders to compare, separated by commas: reuse, lru, belady (knows what will arrive)",
+        flag="--eviction",
+        panel="Deployment",
+        metavar="ORDER[,ORDER...]",
+    )
     model: str = option("llama-3.1-8b", "shape of the model", basic=True, panel="Deployment")
     device: str = option("h200", "device of each replica", basic=True, panel="Deployment")
     cost_model: str = option(

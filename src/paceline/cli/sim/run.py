@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags import split_list
 from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
-from paceline.config.engine import DraftConfig
+from paceline.config.engine import EVICTIONS, DraftConfig
 from paceline.core.recorder import StepRecorder
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
@@ -31,6 +31,7 @@ from paceline.lab.workload.generators import GENERATORS
 if TYPE_CHECKING:
     from paceline.server.live.recording import Recording
 
+BELADY = "belady"
 SLO_NAMES = ("ttft", "itl", "e2e")
 
 
@@ -39,6 +40,7 @@ class Run:
     """One simulation to be made."""
 
     label: str
+    series: str  # what is compared at several rates: a mode, an eviction order, or both
     mode: str
     rate: float | None  # mean requests per second; None when all arrive at once
     workload: Workload
@@ -73,16 +75,17 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     acceptance = None if drafts is None else Acceptance.read(options.acceptance)
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)
-    modes = split_list(options.modes, "--mode")
+    compared = _compared(options)
     loads = _loads(options)
     several = sum(load.requested for load in loads) > 1
     runs = []
-    for mode in modes:
+    for series, chosen, clairvoyant in compared:
         for load in loads:
-            label = rate_label(mode, load.rate) if several or not load.requested else mode
+            label = rate_label(series, load.rate) if several or not load.requested else series
             config = SimConfig(
                 machine=machine,
-                engine=engine_config(machine, load.workload, {**engine, "mode": mode}, drafts),
+                engine=engine_config(machine, load.workload, {**engine, **chosen}, drafts),
+                clairvoyant=clairvoyant,
                 num_replicas=options.replicas,
                 router=options.router,
                 **host_costs(machine.cost, options.host_step_s),
@@ -99,7 +102,8 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
             )
             run = Run(
                 label=label,
-                mode=mode,
+                series=series,
+                mode=chosen["mode"],
                 rate=load.rate,
                 workload=load.workload,
                 config=config,
@@ -109,8 +113,34 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
             )
             runs.append(run)
     if options.log and (sum(run.requested for run in runs) > 1 or options.replicas > 1):
-        raise InputError("--log records one engine in one run; give one mode, one rate and --replicas 1")
+        raise InputError(
+            "--log records one engine in one run; give one mode, one eviction order, one rate and --replicas 1"
+        )
+    if options.log and any(run.config.clairvoyant for run in runs):
+        raise InputError(
+            "--log: a run with --eviction belady cannot be replayed; give --eviction reuse or lru"
+        )
     return runs
+
+
+def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool]]:
+    """What each column of results shows: its name, the engine's options, and whether it knows what will arrive."""
+    modes = split_list(options.modes, "--mode")
+    orders = split_list(options.evictions, "--eviction")
+    for order in orders:
+        if order not in (*EVICTIONS, BELADY):
+            raise InputError(
+                f"--eviction '{order}' is not known; the orders are {', '.join((*EVICTIONS, BELADY))}"
+            )
+    found = []
+    for mode in modes:
+        for order in orders:
+            names = ([mode] if len(modes) > 1 or len(orders) == 1 else []) + (
+                [order] if len(orders) > 1 else []
+            )
+            eviction = "reuse" if order == BELADY else order
+            found.append((" ".join(names), {"mode": mode, "eviction": eviction}, order == BELADY))
+    return found
 
 
 def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:

@@ -58,7 +58,8 @@ def print_results(results: Sequence[Result], options: SimOptions) -> None:
     show_table(_title(requested[0], options, several=several), _table(requested))
     if len(requested) < len(results):
         named = [
-            replace(result.summary, label=rate_label(result.run.mode, result.run.rate)) for result in results
+            replace(result.summary, label=rate_label(result.run.series, result.run.rate))
+            for result in results
         ]
         show_table("Around that rate", compact_table(named))
     for line in _knee_lines(results):
@@ -119,13 +120,13 @@ def _knee_lines(results: Sequence[Result]) -> list[str]:
 
 def _curves(results: Sequence[Result]) -> list[Curve]:
     curves = []
-    for mode in dict.fromkeys(result.run.mode for result in results):
+    for series in dict.fromkeys(result.run.series for result in results):
         points = [
             curve_point(result.run.rate, result.summary)
             for result in results
-            if result.run.mode == mode and result.run.rate is not None
+            if result.run.series == series and result.run.rate is not None
         ]
-        curves.append(Curve(label=mode, points=points))
+        curves.append(Curve(label=series, points=points))
     return curves
 
 
@@ -167,9 +168,11 @@ def _write_plots(results: Sequence[Result], path: Path) -> list[Path]:
     written = [path]
     kept = [result for result in results if result.record is not None]
     for result in kept:
-        name = ".timeline.png" if result is kept[0] else f".timeline.{result.run.mode}.png"
+        name = (
+            ".timeline.png" if result is kept[0] else f".timeline.{result.run.series.replace(' ', '-')}.png"
+        )
         timeline = path.with_suffix(name)
         assert result.record is not None
-        plot_timeline(result.record, timeline, title=f"{title}, {result.run.mode}")
+        plot_timeline(result.record, timeline, title=f"{title}, {result.run.series}")
         written.append(timeline)
     return written

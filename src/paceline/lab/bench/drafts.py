@@ -1,8 +1,8 @@
 """What drafts bring: the same questions without and with them, in turns, in one process; and a log of requests.
 
-Questions are answered by two engines that take as many requests at a time as there are clients; both make the same
-tokens, which is checked. A log is said again without a model: what it would have got in a step is counted, every draft
-verified.
+Questions are answered by two engines that take as many requests at a time as there are clients. On a CPU both make the
+same tokens, which is checked; on a GPU it is counted how many answers are the same, and speeds are those of a token. A
+log is said again without a model: what it would have got in a step is counted, every draft verified.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import MOST_DRAFTS, DraftConfig, EngineConfig, SchedulerConfig
+from paceline.config.engine import MOST_DRAFTS, DraftConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paceline.core.events import TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed, InputError
 from paceline.llm.llm import LLM
+from paceline.runner.device import choose_device
 from paceline.runner.device_rows import DeviceRows
 from paceline.runner.drafts import History, NgramDrafter
 from paceline.scheduler.draft_budget import DraftBudget
@@ -31,6 +33,7 @@ MOST_CHARACTERS = 6000  # of a question
 ALL = "all"
 PROMPT_TOKENS = 4  # of a request whose answer is known
 GPU_BLOCK = 64  # tokens
+GPU_KV_BYTES = 4 << 30  # of an engine, where it is not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class DraftsResult:
     tokens_per_step: float | None = None  # of a row
     verified_per_token: float | None = None
     right: float | None = None  # share of the drafts that were verified
+    same: float | None = None  # share of the answers that are the same with drafts as without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,8 @@ class Side:
         self, engine: Mapping[str, Any], clients: int, method: str, sampling: SamplingParams
     ) -> None:
         given = {"enable_prefix_caching": False, **engine}
+        if choose_device(ModelConfig(device=engine.get("device", "auto"))) == "cuda":
+            given.setdefault("kv_cache_memory_bytes", GPU_KV_BYTES)  # there are two of them on one GPU
         self.llm = LLM(**{**given, "max_num_seqs": clients, "speculative_config": method})
         self._sampling = sampling
         self.tokens: list[list[int]] = []
@@ -128,6 +134,11 @@ class Side:
         seconds = time.perf_counter() - started_s
         self.tokens = [output.outputs[0].token_ids for output in outputs]
         return seconds
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token never hangs on the size of a step; on a GPU roundings do."""
+        return self.llm.loaded.hardware.device == "cpu"
 
     def counts(self) -> tuple[int, int, int]:
         """Drafts verified, those that were right, and rows that were sampled."""
@@ -143,20 +154,22 @@ def compare_sides(
     for category, questions in by_category.items():
         before = drafted.counts()
         pairs = [(plain.answer(questions), drafted.answer(questions)) for _ in range(rounds)]
-        if plain.tokens != drafted.tokens:
+        if plain.is_exact and plain.tokens != drafted.tokens:
             raise EngineFailed(f"{category}: the engine made other tokens with drafts than without")
+        same = [one == other for one, other in zip(plain.tokens, drafted.tokens, strict=True)]
         verified, right, rows = (now - then for now, then in zip(drafted.counts(), before, strict=True))
-        total = sum(map(len, drafted.tokens))
-        ratios.append(statistics.median(without / with_ for without, with_ in pairs))
+        plain_total, total = (sum(map(len, side.tokens)) for side in (plain, drafted))
+        ratios.append(statistics.median(without / with_ for without, with_ in pairs) * total / plain_total)
         yield DraftsResult(
             clients=clients,
             category=category,
             ratio=ratios[-1],
-            plain_tokens_per_s=total / statistics.median(without for without, _ in pairs),
+            plain_tokens_per_s=plain_total / statistics.median(without for without, _ in pairs),
             drafted_tokens_per_s=total / statistics.median(with_ for _, with_ in pairs),
             tokens_per_step=total * rounds / rows,
             verified_per_token=verified / (total * rounds),
             right=right / max(verified, 1),
+            same=sum(same) / len(same),
         )
     yield DraftsResult(clients=clients, category=ALL, ratio=statistics.geometric_mean(ratios))
 
@@ -173,30 +186,44 @@ class OracleSide:
         self.tokens: list[list[int]] = []
 
     def answer(self, rows: int, told: Sequence[Sequence[int]] | None) -> float:
-        """Seconds that so many requests take, each with the answer it is going to give, where that is known."""
-        params = [
-            _of_noise(self._tokens, row, () if told is None else tuple(told[row])) for row in range(rows)
-        ]
-        prompts = [[5 + row % 100, 7, 11, 13] for row in range(rows)]
-        started_s = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started_s
-        self.tokens = [output.outputs[0].token_ids for output in outputs]
-        return seconds
+        """Tokens per second while so many requests decode, each with the answer it is going to give, where that is
+        known: from the first token of the last one on, until the first one ends."""
+        engine, begun, counted, begun_s, ended_s = self.llm.loaded.engine, 0, 0, 0.0, 0.0
+        for row in range(rows):
+            prediction = () if told is None else tuple(told[row])
+            params = _DrawnByNoise(max_tokens=self._tokens, seed=row, ignore_eos=True, prediction=prediction)
+            engine.add([5 + row % 100, 7, 11, 13], params)
+        batches: list[TokenEvents] = []
+        while engine.has_requests or not engine.is_idle:
+            events = engine.step_overlapped()
+            batches += events.tokens
+            if begun < rows:
+                begun += sum(int((batch.index == 0).sum()) for batch in events.tokens)
+                begun_s = time.perf_counter()
+            elif not ended_s:
+                counted += sum(len(batch.tokens) for batch in events.tokens)
+                ended_s = time.perf_counter() if events.finished else 0.0
+        requests = np.concatenate([batch.requests for batch in batches])
+        tokens = np.concatenate([batch.tokens for batch in batches])
+        order = np.argsort(requests, kind="stable")  # tokens of a request come in their order
+        self.tokens = tokens[order].reshape(rows, self._tokens).tolist()
+        return counted / (ended_s - begun_s)
 
     def counts(self) -> tuple[int, int, int]:
         counters = self.llm.loaded.engine.scheduler.state.counters
         return counters.draft_tokens, counters.accepted_tokens, counters.logit_rows
 
 
-def _of_noise(tokens: int, seed: int, prediction: tuple[int, ...]) -> SamplingParams:
+class _DrawnByNoise(SamplingParams):
     """A request whose tokens are drawn by noise alone, since its temperature is beyond what a request may have: random
     weights have no favourites, and a rounding of their logits would end what is known of the answer."""
-    params = SamplingParams(
-        max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
-    )
-    object.__setattr__(params, "temperature", 1e9)
-    return params
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", 1.0)
+        super().__post_init__()
+        object.__setattr__(self, "temperature", 1e30)
 
 
 def compare_oracle(
@@ -208,8 +235,7 @@ def compare_oracle(
     drafted.answer(rows, answers)  # learns what drafts bring at this number of rows
     before, pairs = drafted.counts(), []
     for _ in range(rounds):
-        without_s = plain.answer(rows, None)
-        pairs.append((without_s, drafted.answer(rows, answers)))
+        pairs.append((plain.answer(rows, None), drafted.answer(rows, answers)))
         if not plain.tokens == drafted.tokens == answers:
             raise EngineFailed(f"{rows} rows: the engine made other tokens with drafts than without")
     verified, right, sampled = (now - then for now, then in zip(drafted.counts(), before, strict=True))
@@ -217,9 +243,9 @@ def compare_oracle(
     return DraftsResult(
         clients=rows,
         category=f"oracle {acceptance:g}",
-        ratio=statistics.median(without_s / with_s for without_s, with_s in pairs),
-        plain_tokens_per_s=total / statistics.median(without_s for without_s, _ in pairs),
-        drafted_tokens_per_s=total / statistics.median(with_s for _, with_s in pairs),
+        ratio=statistics.median(with_ / without for without, with_ in pairs),
+        plain_tokens_per_s=statistics.median(without for without, _ in pairs),
+        drafted_tokens_per_s=statistics.median(with_ for _, with_ in pairs),
         tokens_per_step=total * rounds / max(sampled, 1),
         verified_per_token=verified / (total * rounds),
         right=right / max(verified, 1),

@@ -22,10 +22,12 @@ from paceline.errors import (
     QueueFull,
 )
 from paceline.factory import build_engine
+from paceline.kv.block_pool import BlockPool
 from paceline.lab.measure import Meter, StepMeter
+from paceline.lab.sim.belady import Arrivals, pools_with
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
-from paceline.lab.sim.runner import TimedRunner
+from paceline.lab.sim.runner import SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
 from paceline.scheduler.invariants import InvariantChecker
 
@@ -64,6 +66,7 @@ class Replica:
         *,
         aborts: Aborts | None = None,
         recorder: StepRecorder | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.number = number
         self.clock = ManualClock()
@@ -85,7 +88,7 @@ class Replica:
             block_bytes=config.block_bytes,
             host_step_s=config.host_step_s,
             stretch=lambda reads_prompts: varied.stretch(reads_prompts) * faults.stretch(),
-            acceptance=config.acceptance,
+            drafts=_drafts_of(config),
             seed=config.seed,
         )
         self.engine = build_engine(
@@ -94,6 +97,7 @@ class Replica:
             clock=self.clock,
             hooks=NoHooks(),
             recorder=recorder,
+            make_pool=BlockPool if arrivals is None else pools_with(arrivals),
             make_checker=InvariantChecker if config.check else None,
         )
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)
@@ -189,3 +193,10 @@ class Replica:
         request = self._live.pop(finished.request)
         self._loads[self.number] -= finished.num_prompt + finished.num_output
         self._meter.ended(finished, request)
+
+
+def _drafts_of(config: SimConfig) -> SimulatedDrafts | None:
+    if config.acceptance is None:
+        return None
+    drafts = config.engine.scheduler.drafts
+    return SimulatedDrafts(config.acceptance, () if drafts is None else drafts.sizes)

@@ -23,6 +23,7 @@ from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
 from paceline.errors import EngineFailed, InputError
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
+from paceline.lab.sim.belady import Arrivals, arrivals_by_name
 from paceline.lab.sim.faults import draw_aborts, with_bursts
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.router import ROUTERS
@@ -83,6 +84,11 @@ class RequestSource:
             name = struct.pack(f"<iq{len(within)}q", tenant, start % span, *within)
             keys.append(BlockKey(name, name))
         return keys
+
+    def arrivals(self) -> Arrivals:
+        """When each block of the workload will be asked for."""
+        times_s = self.workload.arrival_s.tolist()
+        return arrivals_by_name((time_s, self.keys(index)) for index, time_s in enumerate(times_s))
 
     def _sampling_of(self, index: int) -> SamplingParams:
         """One for all requests that are alike."""
@@ -209,8 +215,17 @@ class Simulation:
         self._loads = np.zeros(config.num_replicas, np.int64)
         self._router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
+        arrivals = self._source.arrivals() if config.clairvoyant else None
         self.replicas = [
-            Replica(number, config, self._meter, self._loads, aborts=self._aborts, recorder=recorder)
+            Replica(
+                number,
+                config,
+                self._meter,
+                self._loads,
+                aborts=self._aborts,
+                recorder=recorder,
+                arrivals=arrivals,
+            )
             for number in range(config.num_replicas)
         ]
         # When a replica's next step is due; an old entry may be wrong.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import MOST_DRAFTS
+from paceline.config.engine import MOST_DRAFTS, PROBE_EVERY
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import (
@@ -37,12 +37,22 @@ Column = NDArray[np.int64]
 Observer = Callable[[StepPlan, float, float], None]  # a plan, and when its step starts and ends
 
 
+class SimulatedDrafts(NamedTuple):
+    """Which drafts are right, and what steps with drafts take."""
+
+    acceptance: Acceptance
+    # Tokens of steps with drafts, as of a GPU: such a step takes as long as the next larger size, whatever it has of
+    # that. Empty: it takes what its tokens take.
+    sizes: tuple[int, ...] = ()
+
+
 class _Drafted(NamedTuple):
     """Drafts of the decoding rows in one step."""
 
     verified: Column
     right: Column
     tally: DraftTally | None
+    computed: int  # tokens of drafts that take their time
 
 
 class TimedRunner:
@@ -51,7 +61,7 @@ class TimedRunner:
     host_step_s: what planning a step costs the host; hidden behind the device when steps overlap.
     block_bytes: KV bytes of one block, which is what a swapped block moves over the host link.
     stretch: the factor by which a step that reads prompts, or one that does not, takes longer than it should.
-    acceptance: which drafts are right; None: there are none.
+    drafts: None: there are none.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class TimedRunner:
         block_bytes: int = 0,
         host_step_s: float = 0.0,
         stretch: Callable[[bool], float] = lambda reads_prompts: 1.0,
-        acceptance: Acceptance | None = None,
+        drafts: SimulatedDrafts | None = None,
         seed: int = 0,
     ) -> None:
         self.observe: Observer = lambda plan, start_s, end_s: None  # called with every plan that is submitted
@@ -74,7 +84,10 @@ class TimedRunner:
         self._block_bytes = block_bytes
         self._host_step_s = host_step_s
         self._stretch = stretch
-        self._acceptance, self._seed = acceptance, seed
+        self._acceptance = None if drafts is None else drafts.acceptance
+        self._draft_sizes = () if drafts is None else drafts.sizes
+        self._seed = seed
+        self._since_drafts = 0  # steps
         self._trust = [0.0] * DRAFT_KINDS
         self._free_s = 0.0  # when the device has done everything it was given
         self._next_seq = 1
@@ -110,7 +123,7 @@ class TimedRunner:
         self._take_over(plan)
         drafted = None if self._acceptance is None else self._draft(plan, self._acceptance)
         start_s = max(self._clock.now(), self._free_s)
-        num_drafts = 0 if drafted is None else int(drafted.verified.sum())
+        num_drafts = 0 if drafted is None else drafted.computed
         seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes, num_drafts))
         end_s = self._free_s = start_s + seconds * self._stretch(plan.work.prefill_tokens > 0)
         self.observe(plan, start_s, end_s)
@@ -150,7 +163,7 @@ class TimedRunner:
         if len(plan.trust):
             self._trust = plan.trust.tolist()
         rows = self._decode_rows
-        if not len(rows):
+        if not len(rows) or not self._compares(plan):
             return None
         self._settle()
         owner = rows.astype(np.int64) << 32 | self._decode_generation
@@ -168,9 +181,25 @@ class TimedRunner:
         equal = np.where(number > 0, right, np.minimum(most, 1)) * (compared > 0)
         sums = [
             np.bincount(kind + 1, weights=each, minlength=DRAFT_KINDS + 1)[1:].astype(np.int32)
-            for each in (compared, equal)
+            for each in (compared, equal, compared > 0)
         ]
-        return _Drafted(number, right, DraftTally(*sums) if compared.any() else None)
+        computed = int(number.sum())
+        if not self._draft_sizes:
+            del sums[2]
+        else:
+            size = next((size for size in self._draft_sizes if size >= len(rows) + plan.draft_tokens), 0)
+            computed = max(computed, size - len(rows))
+        return _Drafted(number, right, DraftTally(*sums) if compared.any() else None, computed)
+
+    def _compares(self, plan: StepPlan) -> bool:
+        """Whether drafts are made in this step: on a GPU, where they are verified, and now and then where not."""
+        if not self._draft_sizes:
+            return True
+        self._since_drafts += 1
+        if len(plan.spans.row) or not (plan.draft_width or self._since_drafts >= PROBE_EVERY):
+            return False
+        self._since_drafts = 0
+        return True
 
     def _decoded(self, drafted: _Drafted | None) -> tuple[I32, NDArray[np.uint8]]:
         """How many tokens the decoding rows get, and how they end."""
@@ -178,7 +207,8 @@ class TimedRunner:
         if drafted is not None:
             had = self._remaining[rows]
             count = np.where(had > 0, np.minimum(1 + drafted.right, had), 0).astype(np.int32)
-            self._remaining[rows] = had - np.maximum(count, 1)
+            self._remaining[rows] = left = had - np.maximum(count, 1)
+            self._first_end = int(left.min())
             return count, _at_length(had - count == 0)
         self._unsettled += 1
         if self._unsettled < self._first_end or not len(rows):
@@ -213,7 +243,7 @@ class TimedRunner:
             finite=self._finite[: len(rows)],
             copies_done=_tickets(plan),
             times=times,
-            verified=_by_row(drafted, len(rows)),
+            verified=_by_row(drafted, len(rows), plan.draft_width > 0 and bool(self._draft_sizes)),
             drafts=None if drafted is None else drafted.tally,
         )
 
@@ -256,9 +286,9 @@ def _likeliest(trust: NDArray[np.float64], number: Column, most: int) -> Column:
     return kept
 
 
-def _by_row(drafted: _Drafted | None, num_rows: int) -> I32:
-    """Drafts verified, of all rows of a result; the decoding ones come first."""
-    if drafted is None or not drafted.verified.any():
+def _by_row(drafted: _Drafted | None, num_rows: int, always: bool) -> I32:
+    """Drafts verified, of all rows of a result; the decoding ones come first. `always`: even if there are none."""
+    if drafted is None or not (always or drafted.verified.any()):
         return EMPTY
     verified = np.zeros(num_rows, np.int32)
     verified[: len(drafted.verified)] = drafted.verified

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import DRAFT_BUCKETS, DraftConfig, EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import from_values, pick
 from paceline.costs.fit import FittedCost, TimeSpread
 from paceline.costs.model import CostModel, StepShape
@@ -48,9 +48,13 @@ class Machine:
         return as_held(self.model, self.device).kv_bytes_per_token
 
     @property
+    def is_gpu(self) -> bool:
+        return not self.device.name.startswith("cpu")
+
+    @property
     def block_size(self) -> int:
         """Tokens per block that suit the device."""
-        return 16 if self.device.name.startswith("cpu") else 64
+        return 64 if self.is_gpu else 16
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that fit beside the weights, the null block included."""
@@ -76,6 +80,7 @@ class SimConfig:
     forecasts: bool = False  # ask of every request when its first token would come
     faults: FaultSpec = field(default_factory=FaultSpec)
     acceptance: Acceptance | None = None  # which drafts are right, where the engine makes any
+    clairvoyant: bool = False  # eviction knows what will arrive
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
 
@@ -114,6 +119,7 @@ class SimConfig:
             "priorities": self.priorities,
             "faults": asdict(self.faults),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.text}),
+            **({"clairvoyant": True} if self.clairvoyant else {}),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
@@ -182,11 +188,21 @@ def engine_config(
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
     scheduler = replace(scheduler, preemption_costs=costs)
     if drafts is not None:
-        scheduler = replace(scheduler, drafts=_with_line(drafts, machine.cost))
+        with_seconds = _with_sizes if machine.is_gpu else _with_line
+        scheduler = replace(scheduler, drafts=with_seconds(drafts, machine.cost, scheduler))
     return EngineConfig(kv=kv, scheduler=scheduler, **pick(EngineConfig, options))
 
 
-def _with_line(drafts: DraftConfig, cost: CostModel) -> DraftConfig:
+def _with_sizes(drafts: DraftConfig, cost: CostModel, scheduler: SchedulerConfig) -> DraftConfig:
+    """With the sizes of a GPU's steps with drafts, and the seconds of each."""
+    slots = scheduler.max_num_seqs
+    most = max(scheduler.max_num_batched_tokens, slots) + slots
+    sizes = (1, *(size for size in DRAFT_BUCKETS if size <= most))
+    seconds = [cost.step_seconds(StepShape(decode_rows=size, logit_rows=size)) for size in sizes]
+    return replace(drafts, sizes=sizes, seconds=tuple(np.maximum.accumulate(seconds).tolist()))
+
+
+def _with_line(drafts: DraftConfig, cost: CostModel, scheduler: SchedulerConfig) -> DraftConfig:
     """With the seconds of small steps as a line over their tokens."""
     one_s, more_s = (
         cost.step_seconds(StepShape(decode_rows=rows, logit_rows=rows)) for rows in (1, 1 + LINE_ROWS)

@@ -20,7 +20,6 @@ from torch import Tensor
 from paceline.models.decoder import Attend, Decoder
 
 PIECE = 512  # most tokens of a text that are computed together
-AT_ONCE = 2048  # tokens of a step that computes states
 LARGEST = 65504.0  # that a half holds
 LEAST_PIECE = 8
 HELD_OUT = 16  # one piece of so many is not learned from
@@ -83,24 +82,27 @@ def compute_states(
     pieces: Sequence[Sequence[int]],
     digest: str,
     is_over: Callable[[], bool],
-    device: torch.device,
+    at_once: int,
 ) -> Corpus:
-    """Run the model over the pieces, until `is_over`; what was computed is kept in `folder`."""
+    """Run the model over the pieces, `at_once` tokens together, until `is_over`; what was computed is kept in
+    `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    device = decoder.parts.norm.weight.device
     width = (len(taps) + 1) * decoder.spec.hidden_size
     total = sum(map(len, pieces))
     states: NDArray[np.float16] = np.memmap(folder / STATES, np.float16, "w+", shape=(total, width))
     likeliest = np.zeros(total, np.int32)
     done: list[Sequence[int]] = []
     at = 0
-    for batch in _batches(pieces, AT_ONCE):
+    for batch in _batches(pieces, at_once):
         if done and is_over():
             break
         lengths = [len(piece) for piece in batch]
         tokens = torch.tensor([token for piece in batch for token in piece], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         tapped = dict.fromkeys(taps, torch.zeros(0))
-        attend = dense_attention(lengths, decoder.spec.softmax_scale, decoder.spec.windows)
+        scale, windows = decoder.spec.softmax_scale, decoder.spec.windows
+        attend = dense_attention(lengths, scale, windows, padded=device.type == "cuda")
         hidden = decoder.forward(tokens, positions, positions + 1, attend, tapped)
         joined = torch.cat([*(tapped[tap] for tap in taps), hidden], dim=-1)
         end = at + len(tokens)
@@ -137,26 +139,37 @@ def open_corpus(folder: Path, digest: str) -> Corpus | None:
     )
 
 
-def dense_attention(lengths: Sequence[int], scale: float, windows: Sequence[int | None]) -> Attend:
-    """Attention of whole texts, one behind the other."""
+def dense_attention(
+    lengths: Sequence[int], scale: float, windows: Sequence[int | None], *, padded: bool = False
+) -> Attend:
+    """Attention of whole texts, one behind the other. `padded`: all at once, as suits a GPU."""
+
+    def mixed(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[texts, tokens, heads, head_dim]; what lies behind the end of a text is seen by nothing before it."""
+        q, k, v = (heads.transpose(1, 2) for heads in (queries, keys, values))
+        mask, window = None, windows[layer]
+        if window is not None and window < q.shape[2]:
+            place = torch.arange(q.shape[2], device=q.device)
+            apart = place[:, None] - place
+            mask = (apart >= 0) & (apart < window)
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return found.transpose(1, 2).flatten(2)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        found = []
         parts = zip(*(torch.split(each, list(lengths)) for each in (queries, keys, values)), strict=True)
-        for part in parts:
-            q, k, v = (heads.transpose(0, 1)[None] for heads in part)
-            mask, window = None, windows[layer]
-            if window is not None and window < q.shape[2]:
-                place = torch.arange(q.shape[2], device=q.device)
-                apart = place[:, None] - place
-                mask = (apart >= 0) & (apart < window)
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            found.append(mixed[0].transpose(0, 1).flatten(1))
-        return torch.cat(found)
+        return torch.cat([mixed(layer, *(heads[None] for heads in part))[0] for part in parts])
 
-    return attend
+    def attend_padded(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        count = torch.tensor(lengths, device=queries.device)
+        is_token = torch.arange(max(lengths), device=queries.device) < count[:, None]
+        spread = [heads.new_zeros(*is_token.shape, *heads.shape[1:]) for heads in (queries, keys, values)]
+        for into, heads in zip(spread, (queries, keys, values), strict=True):
+            into[is_token] = heads
+        return mixed(layer, *spread)[is_token]
+
+    return attend_padded if padded else attend
 
 
 def _batches(pieces: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:

@@ -7,8 +7,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +29,24 @@ from paceline.models.files.draft_head import HeadFiles, HeadSpec, new_head, writ
 from paceline.models.files.fetch import resolve
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder, move_to
+from paceline.runner.device import choose_device
 from paceline.runner.torch_step import choose_storage
 from paceline.text.tokenizer import Tokenizer
 
 ANSWERING, COMPUTING = 0.4, 0.5  # shares of the time until which prompts are answered, and states computed
-PROMPTS_AT_ONCE = 64
-ON_CPU, ON_GPU = 512, 8192  # tokens of a batch
+SHARE_OF_MEMORY = 0.4  # of a GPU, for the engine that answers prompts
+
+
+class Sizes(NamedTuple):
+    """What suits a device."""
+
+    tokens: int  # to learn from, where it is not said
+    prompts: int  # answered together
+    states: int  # tokens whose states are computed together
+    batch: int  # tokens of a step of training
+
+
+SIZES = {"cpu": Sizes(200_000, 64, 2048, 512), "cuda": Sizes(4_000_000, 1024, 16_384, 8192)}
 WORK = "training"  # folder beside the head, for a run that goes on
 
 Say = Callable[[str], None]
@@ -58,7 +71,9 @@ def train_head(options: TrainHeadOptions, say: Say = print) -> TrainedHead:
         return (time.monotonic() - began_s) / (options.minutes * 60.0)
 
     checkpoint = open_checkpoint(resolve(options.name))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(choose_device(ModelConfig(device=options.device)))
+    sizes = SIZES[device.type]
+    options = replace(options, device=device.type, tokens=options.tokens or sizes.tokens)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     spec = checkpoint.spec
@@ -77,7 +92,7 @@ def train_head(options: TrainHeadOptions, say: Say = print) -> TrainedHead:
             raise InputError("there are no texts of at least 8 tokens to learn from")
         say(f"Computing hidden states of up to {sum(map(len, pieces)):,} tokens")
         corpus = compute_states(
-            out / WORK, decoder, head.taps, pieces, digest, lambda: share_of_time() > COMPUTING, device
+            out / WORK, decoder, head.taps, pieces, digest, lambda: share_of_time() > COMPUTING, sizes.states
         )
     target = _target(checkpoint, decoder, corpus, head, device)
     weights = first_weights(head, target, options.seed)
@@ -85,7 +100,7 @@ def train_head(options: TrainHeadOptions, say: Say = print) -> TrainedHead:
         seconds=max(60.0 * options.minutes - (time.monotonic() - began_s), 1.0),
         steps=options.steps,
         depth=options.depth,
-        tokens_at_once=ON_GPU if device.type == "cuda" else ON_CPU,
+        tokens_at_once=sizes.batch,
         seed=options.seed,
     )
     training = Training(_net(head, weights, decoder, target), weights, target, corpus, limits)
@@ -193,11 +208,15 @@ def _answers(
     found: list[list[int]] = []
     total = 0
     is_chat = tokenizer is not None and checkpoint.text.chat_template is not None
-    with LLM(options.name, skip_tokenizer_init=tokenizer is None) as llm:
-        for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+    at_once = SIZES[options.device].prompts
+    given: dict[str, Any] = {"device": options.device, "skip_tokenizer_init": tokenizer is None}
+    if options.device == "cuda":
+        given |= {"gpu_memory_utilization": SHARE_OF_MEMORY, "max_num_seqs": at_once}
+    with LLM(options.name, **given) as llm:
+        for start in range(0, len(prompts), at_once):
             if total >= options.tokens or (found and share_of_time() > ANSWERING):
                 break
-            asked = prompts[start : start + PROMPTS_AT_ONCE]
+            asked = prompts[start : start + at_once]
             sampling = [
                 SamplingParams(
                     max_tokens=options.answer_tokens,

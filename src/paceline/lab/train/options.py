@@ -19,7 +19,9 @@ class TrainHeadOptions(CheckedOptions):
     kind: str = option("eagle", "kind of head", choices=HEAD_KINDS)
     prompts: str | None = option(None, "prompts (JSON, JSONL or text) that the model answers", metavar="FILE")
     text: str | None = option(None, "texts (JSON, JSONL or text) to learn from as they are", metavar="FILE")
-    tokens: int = option(200_000, "most tokens to learn from", low=64, high=10**9)
+    tokens: int = option(
+        0, "most tokens to learn from; 0: 200,000 on a CPU, 4,000,000 on a GPU", low=0, high=10**9
+    )
     answer_tokens: int = option(256, "most tokens of an answer to a prompt", low=8, high=65536)
     temperature: float = option(0.0, "temperature of the answers to prompts", low=0.0, high=2.0)
     minutes: float = option(20.0, "how long it may take, all together", low=0.01, high=100_000.0)
@@ -28,4 +30,5 @@ class TrainHeadOptions(CheckedOptions):
     draft_vocab: int = option(
         8192, "tokens the head can guess, the most frequent ones; 0: all", low=0, high=10**7
     )
+    device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
     seed: int = option(0, "seed of the first weights and of the order of texts", low=0, high=2**31 - 1)

@@ -31,6 +31,7 @@ RATE, LAST_RATE, WARM_UP = 0.64, 0.05, 20
 BY_DEPTH = 0.8  # weight of a guess, for each guess before it
 LARGEST_GRADIENT = 1.0
 REPORT_S = 60.0
+ROWS_AT_ONCE = 1 << 16  # of states that go to a GPU
 PROGRESS, PROGRESS_WEIGHTS = "progress.json", "progress.safetensors"
 
 Head = EagleHead | MedusaHead
@@ -101,6 +102,7 @@ class Training:
         self._net, self.weights, self._target, self._corpus = net, weights, target, corpus
         self._limits = limits
         self._device = target.output.device
+        self._states = _on_gpu(corpus.states, self._device)
         self.progress = Progress()
         self._rate = RATE / target.output.shape[1]
         matrices = [value for value in weights.values() if value.dim() > 1]
@@ -200,7 +202,10 @@ class Training:
         lengths = torch.tensor([end - begin for begin, end in pieces], device=device)
         place = np.minimum(np.arange(longest), np.array([[end - begin - 1] for begin, end in pieces]))
         index = (place + np.array([[begin] for begin, _ in pieces])).ravel()
-        states = torch.from_numpy(np.array(corpus.states[index])).to(device).float()
+        if self._states is not None:
+            states = self._states[torch.from_numpy(index).to(device)].float()
+        else:
+            states = torch.from_numpy(np.array(corpus.states[index])).to(device).float()
         *taps, last = torch.split(states, self._target.output.shape[1], dim=-1)
         return _Batch(
             shape=(len(pieces), longest),
@@ -247,6 +252,17 @@ class Training:
                 kept = value[0] if what == "step" else value.to(weight.device)
                 self._optimizer.state[weight][what] = kept
         return True
+
+
+def _on_gpu(states: NDArray[np.float16], device: torch.device) -> Tensor | None:
+    """All states in a GPU's memory, if they take half of it at most: batches come from there much faster."""
+    if device.type != "cuda" or states.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        return None
+    found = torch.empty(states.shape, dtype=torch.float16, device=device)
+    for start in range(0, len(states), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        found[part] = torch.from_numpy(np.array(states[part])).to(device)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

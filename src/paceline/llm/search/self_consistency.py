@@ -65,12 +65,12 @@ class SelfConsistency(Search):
     async def run(self, tree: AsyncTree) -> SearchResult:
         reading = AnswerReading.of(self.pattern, self.pointer, self.after)
         votes: Counter[str] = Counter()
-        found: list[Candidate] = []
+        found: dict[int, Candidate] = {}  # by branch
         num_drawn = min(self.n, self.parallel)
         await tree.root.fork(num_drawn)
         async for branch in tree.held():
             answer = reading.read(branch.text)
-            found.append(candidate(branch, 0.0, answer))
+            found[branch.index] = candidate(branch, 0.0, answer)
             branch.prune()
             if answer is not None:
                 votes[answer] += 1
@@ -97,6 +97,6 @@ class SelfConsistency(Search):
                 finish_reason=each.finish_reason,
                 answer=each.answer,
             )
-            for each in found
+            for _, each in sorted(found.items())  # a tie goes to the first branch, whichever ended first
         ]
         return self.result(tree, ranked)

@@ -11,6 +11,7 @@ everything else a start does.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
+from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
 from paceline.models.files.records import FP8, INT4, INT8, KINDS, Record, record_of
 from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.graphs import DRAFT_BUCKETS
+from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
@@ -86,9 +88,14 @@ def load_parts(
 
 
 def choose_gpu_sizes(
-    model: ModelConfig, spec: ModelSpec, given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    model: ModelConfig,
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    head: HeadFiles | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs."""
+    """`given` completed: every size the engine's config needs. `head` makes drafts."""
     sizes = dict(given)
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
@@ -97,7 +104,7 @@ def choose_gpu_sizes(
     sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
     sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
     sizes.setdefault("depth", 1)
-    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype))
+    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype), len(further_layers(head)))
     longest = sizes.get("max_model_len", _longest(spec))
     if longest > _longest(spec):
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
@@ -106,6 +113,8 @@ def choose_gpu_sizes(
         if DraftConfig.read(model.speculative_config) is not None:
             draws = max(draws, DRAFT_BUCKETS[-1])
         buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
+        if head is not None:
+            buffers += _head_bytes(head.spec, sizes, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
@@ -146,6 +155,32 @@ def _buffer_bytes(
     rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
     steps: int = (tokens * per_token + logits) * dtype.itemsize
     return rows + steps
+
+
+def _head_bytes(head: HeadSpec, sizes: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """The same for a head, and its weights: those of the model are loaded by then, the head's are not."""
+    slots: int = sizes["max_num_seqs"]
+    tokens: int = max(sizes["max_num_batched_tokens"], slots) + slots
+    weights = sum(math.prod(shape) for _, shape in head_tensors(head))
+    rows: int = slots * (sizes["depth"] + 2) * head.hidden_size
+    return (weights + rows + tokens * 8 * head.hidden_size + slots * head.draft_vocab_size) * dtype.itemsize
+
+
+def usable_head(drafts: DraftConfig, guesser: HeadFiles | Checkpoint, spec: ModelSpec) -> HeadFiles:
+    """The head that makes drafts; raises where a GPU cannot compute it."""
+    if not isinstance(guesser, HeadFiles):
+        raise ConfigError(
+            f"--speculative-config: {drafts.model} is a draft model, which runs on a CPU only: on a GPU use an eagle "
+            "or medusa head, or leave model out: auto, ngram and history need none"
+        )
+    for layer in further_layers(guesser):
+        if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
+            raise ConfigError(
+                f"--speculative-config: the layer of {drafts.model} has {layer.num_kv_heads} KV heads of "
+                f"{layer.head_dim}, the model {spec.num_kv_heads} of {spec.head_dim}: on a GPU they share blocks and "
+                "must be the same"
+            )
+    return guesser
 
 
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -210,3 +210,7 @@ class StepPlans:
     plans: list[DecodePlan]
     tiles: PrefillPlan | None
     shared: SharedPlan | None
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self.plans) and self.plans[0].queries is not None

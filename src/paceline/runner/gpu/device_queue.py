@@ -17,10 +17,25 @@ class Mark:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
+    @classmethod
+    def timed(cls, device: torch.device) -> Mark:
+        """In the queue that was entered, with the time at which the device comes to it."""
+        if device.type != "cuda":
+            return cls(None)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(event)
+
     def wait(self) -> None:
         """Return when everything queued before is done."""
         if self._event is not None:
             self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Between the two places, on the device; both are timed and reached."""
+        if self._event is None or earlier._event is None:
+            return 0.0
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
     def is_reached(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]

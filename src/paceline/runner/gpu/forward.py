@@ -53,10 +53,14 @@ from paceline.runner.gpu.kernels.skinny_product import (
     gated_tuning,
     narrow_tuning,
     skinny_product,
+    small_tuning,
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
 from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinear
+
+_SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
+_WIDE = 4096  # hidden entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,7 @@ class DeviceDecoder:
         max_logits: int,
         max_kept: int,  # rows of logits of which a copy can be kept
         device: torch.device,
+        taps: tuple[int, ...] = (),  # hidden states that are kept: those before the layers of these numbers
     ) -> None:
         self.spec = spec
         self._embedding = cast(DenseLinear, parts.embedding).weight
@@ -141,6 +146,9 @@ class DeviceDecoder:
             or spec.experts
             or spec.activation != "silu"
         )
+        scaled = _scaled_dtype(self._layers)
+        # Eight bits of a large model are read faster by matrix instructions than norms are saved.
+        self._joins_norms = self._is_plain and (scaled is None or spec.hidden_size < _WIDE)
 
         def room(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -154,7 +162,10 @@ class DeviceDecoder:
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
-        scaled = _scaled_dtype(self._layers)
+        self._has_drafts = False  # the step that is computed
+        self._taps = taps
+        # Of the tokens of the last step, one tap beside the other.
+        self.tapped = room(max_tokens if taps else 0, len(taps) * width)
         if scaled is not None:  # inputs of a product, of eight bits; the next product has others
             widest = max(width, inner, spec.num_heads * spec.head_dim)
             self._eight_bits = room(1, max_tokens * widest, scaled)[0]
@@ -186,6 +197,7 @@ class DeviceDecoder:
     def forward(self, tokens: StepTokens, attention: DeviceAttention, step: StepPlans) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
+        self._has_drafts = step.has_drafts
         residual = self._residual[:count]
         torch.index_select(self._embedding, 0, tokens.ids[:count], out=residual)
         if self.spec.embed_scale != 1.0:
@@ -193,11 +205,13 @@ class DeviceDecoder:
         places = [
             TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
         ]
-        if count == 1 and self._is_plain:
+        if count == 1 and self._joins_norms:
             return self._forward_one(attention, step, places)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
             x = self._add(residual, update, layer.norm_before_attention, layer.qkv, overlapped)
+            if index in self._taps:
+                self._tap(index, residual)
             product = self._queries(x, layer.qkv, overlapped)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
@@ -205,7 +219,14 @@ class DeviceDecoder:
             x = self._add(residual, update, layer.norm_before_feed_forward, layer.gate_up, overlapped)
             update = self._fed(x, layer, overlapped)
         self._add(residual, update, self._norm, self._head, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), residual)
         return self._normed[:count]
+
+    @property
+    def embedding(self) -> Tensor:
+        """The table that tokens are looked up in."""
+        return self._embedding
 
     @property
     def hidden(self) -> Tensor:
@@ -231,6 +252,12 @@ class DeviceDecoder:
     def keep_logits(self, count: int) -> Tensor:
         """A copy of these, for steps whose draw changes them although log-probabilities are asked for."""
         return self._raw_logits[:count].copy_(self._logits[:count])
+
+    def _tap(self, layer: int, residual: Tensor) -> None:
+        width = residual.shape[1]
+        for place, tap in enumerate(self._taps):
+            if tap == layer:
+                self.tapped[: len(residual), place * width : (place + 1) * width] = residual
 
     # -- parts of a layer ------------------------------------------------------------------------------------
 
@@ -274,6 +301,12 @@ class DeviceDecoder:
             return torch.addmm(linear.bias, x, linear.weight.T, out=out)
         return torch.mm(x, linear.weight.T, out=out)
 
+    def _small_tuning(self, weight: Tensor, *, splits: bool = False) -> ProductTuning | None:
+        """In a step with drafts: a row has several tokens there, so that steps of a few of them are the rule."""
+        if not self._has_drafts or weight.numel() > _SMALL:
+            return None
+        return small_tuning(*weight.shape, splits=splits)
+
     def _has_few_rows(self, x: Tensor, most: int = MAX_ROWS) -> bool:
         return len(x) <= most and self.dtype != torch.float32
 
@@ -289,7 +322,7 @@ class DeviceDecoder:
                 return out if linear.bias is None else out.add_(linear.bias)
             linear = self._unpacked(linear)
         if self._has_few_rows(x) and linear.bias is None:
-            tuning = wide_tuning(len(x), *linear.weight.shape)
+            tuning = wide_tuning(len(x), *linear.weight.shape) or self._small_tuning(linear.weight)
         if tuning is None:
             return self._times(x, linear, self._product)
         out = self._product[: len(x)]
@@ -323,7 +356,7 @@ class DeviceDecoder:
                 return parts
             linear = self._unpacked(linear)
         if is_bare and self._has_few_rows(x):
-            cut = narrow_tuning(*linear.weight.shape)
+            cut = narrow_tuning(*linear.weight.shape) or self._small_tuning(linear.weight, splits=True)
             if cut is not None:
                 parts = self._parts_for(cut, x, linear.weight.shape[0])
                 skinny_product(parts, x, linear.weight, tuning=cut, overlapped=overlapped)
@@ -393,6 +426,8 @@ class DeviceDecoder:
         tuning: ProductTuning | None = None
         if gate_up.bias is None and self._has_few_rows(normed, MAX_GATED_ROWS) and self._activation == "silu":
             tuning = gated_tuning(*shape)
+            if tuning is None and len(normed) <= MAX_ROWS:
+                tuning = self._small_tuning(gate_up.weight[: shape[1]])
         if tuning is not None:
             skinny_product(narrow, normed, gate_up.weight, tuning=tuning, gated=True, overlapped=overlapped)
         elif (
@@ -427,6 +462,8 @@ class DeviceDecoder:
                 residual=residual, new_residual=other, weight=layer.norm_before_attention, epsilon=epsilon
             )
             _row(self._product[0], update, layer.qkv, norm=norm, overlapped=overlapped)
+            if index in self._taps:
+                self._tap(index, self._normed[:1])  # where the new residual is
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, self._product[:1], place, layer.head_norm)
             _row(update, attended[0], layer.output, overlapped=overlapped)
@@ -436,6 +473,8 @@ class DeviceDecoder:
             _row(self._narrow[0], update, layer.gate_up, norm=norm, gated=True, overlapped=overlapped)
             _row(update, self._narrow[0], layer.down, overlapped=overlapped)
         self._add(self._residual[:1], self._update[:1], self._norm, self._head, overlapped)
+        if len(self._layers) in self._taps:
+            self._tap(len(self._layers), self._residual[:1])
         return self._normed[:1]
 
 

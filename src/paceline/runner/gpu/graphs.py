@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.config.engine import DRAFT_BUCKETS
+
 SLOT_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
@@ -23,11 +25,6 @@ SLOT_BUCKETS = (
 TOKEN_BUCKETS = (
     64, 128, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
-)  # fmt: skip
-# Steps with drafts: tokens of all rows together.
-DRAFT_BUCKETS = (
-    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
-    1280, 1536, 1792, 2048,
 )  # fmt: skip
 FEW_SLOTS, MANY_SLOTS = 32, 256
 LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few
@@ -76,7 +73,16 @@ class DraftKey(NamedTuple):
 
     tokens: int
     slots: int
+    undrawn: bool  # it ends with the logits, and a graph of its own draws: rows have rules, or guides
+
+
+class DraftDrawKey(NamedTuple):
+    """The draw of a step with drafts of the kind `undrawn`."""
+
+    tokens: int
+    slots: int
     with_rules: bool
+    guided: bool
 
 
 class MixedKey(NamedTuple):
@@ -86,7 +92,7 @@ class MixedKey(NamedTuple):
     slots: int
 
 
-Key = DecodeKey | DrawKey | DraftKey | MixedKey
+Key = DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
 
 
 def slot_buckets(max_slots: int) -> list[int]:
@@ -121,12 +127,12 @@ def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
     return sorted(pairs)
 
 
-def draft_keys(max_slots: int, max_tokens: int, *, with_rules: bool) -> list[DraftKey]:
-    """Rows that have many drafts are fewer: without rules there is a graph with fewer slots too."""
+def draft_keys(max_slots: int, max_tokens: int, *, undrawn: bool) -> list[DraftKey]:
+    """Rows that have many drafts are fewer: where it is drawn at once there is a graph with fewer slots too."""
     found = set()
     for bucket in (bucket for bucket in DRAFT_BUCKETS if bucket <= max_tokens):
-        found.add(DraftKey(bucket, min(bucket, max_slots), with_rules))
-        if not with_rules:
+        found.add(DraftKey(bucket, min(bucket, max_slots), undrawn))
+        if not undrawn:
             found.add(DraftKey(bucket, min(max(1, bucket // 4), max_slots), False))
     return sorted(found)
 

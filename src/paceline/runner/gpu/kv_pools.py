@@ -17,32 +17,42 @@ from torch import Tensor
 
 from paceline.config.engine import KVConfig
 from paceline.core.plan import EMPTY, BlockCopies, Swaps
-from paceline.models.spec import ModelSpec
+from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 
 
-def device_block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`."""
-    return spec.num_layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> int:
+    """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`. `num_further`: layers of
+    a head, which are as large."""
+    layers = spec.num_layers + num_further
+    return layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 class KVPools:
     """All pools of one model, with the block tables of its rows."""
 
     def __init__(
-        self, spec: ModelSpec, config: KVConfig, tables: Sequence[Tensor], dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        config: KVConfig,
+        tables: Sequence[Tensor],
+        dtype: torch.dtype,
+        further: Sequence[FurtherLayer] = (),
     ) -> None:
+        """`further`: layers of a head, with keys as large as the model's."""
+        further_groups = [layer.group(spec.group_windows) for layer in further]
+        groups = (*spec.layer_groups, *further_groups)
         assert config.block_size == BLOCK_SIZE, f"kernels are made for blocks of {BLOCK_SIZE} tokens"
         device, block = tables[0].device, (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
         pools: list[Tensor] = []
         for index, group in enumerate(config.groups):
-            shape = (2 * spec.layer_groups.count(index), group.num_blocks or config.num_blocks, *block)
+            shape = (2 * groups.count(index), group.num_blocks or config.num_blocks, *block)
             pools.append(torch.zeros(shape, dtype=dtype, device=device))
         parts = [iter(pool.unbind()) for pool in pools]
         self.layers = [
             PagedKV(keys=next(parts[group]), values=next(parts[group]), block_table=tables[group])
-            for group in spec.layer_groups
+            for group in groups
         ]
         # Per group every block with its keys and values in all layers, in words: [blocks, 2 * layers, words ...].
         self.blocks = [pool.view(torch.int64).transpose(0, 1) for pool in pools]

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import RowLogprobs
-from paceline.runner.gpu.host_rows import DeviceBatch
+from paceline.runner.gpu.forward import DeviceDecoder
+from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
 from paceline.runner.gpu.kernels.token_logprobs import (
     MOST_LOGPROBS,
@@ -24,6 +25,7 @@ from paceline.runner.gpu.kernels.token_logprobs import (
     token_logprobs,
 )
 from paceline.runner.gpu.row_memory import RowMemory
+from paceline.runner.sampling.sampler import prompt_logprobs
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -127,3 +129,28 @@ class LogprobReports:
         """To the host, as far as a row asks."""
         count = int(asked.places[-1]) + 1
         asked.words[:count].copy_(self._report[:count], non_blocking=True)
+
+
+def reports_of_prompts(
+    rows: HostRows, batch: DeviceBatch, hidden: Tensor, decoder: DeviceDecoder
+) -> tuple[RowLogprobs, ...]:
+    """How likely each prompt token was, for the few rows that want to know. Waits for the device."""
+    found: list[RowLogprobs] = []
+    firsts = len(batch.decode) + np.cumsum(batch.count) - batch.count
+    most = rows.memory.max_slots  # rows of logits there is room for
+    for index in np.flatnonzero(rows.prompt_logprobs[batch.spans] > -2).tolist():
+        row, start = int(batch.spans[index]), int(batch.start[index])
+        end = min(start + int(batch.count[index]), int(rows.num_prompt[row]) - 1)
+        if start >= end:
+            continue
+        first = int(firsts[index])
+        positions = np.arange(start + 1, end + 1)
+        targets = rows.memory["tokens"].host[row, positions].astype(np.int64)
+        for begin in range(0, end - start, most):
+            part = slice(begin, min(begin + most, end - start))
+            states = hidden[first + part.start : first + part.stop]
+            logits = decoder.logits(states, None).float().cpu()
+            found += prompt_logprobs(
+                logits.numpy(), targets[part], positions[part], row, int(rows.prompt_logprobs[row])
+            )
+    return tuple(found)

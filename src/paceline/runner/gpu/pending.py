@@ -42,16 +42,19 @@ class GPUPending:
     ring: NDArray[np.int32]
     swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
     started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]]
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
+    computed: Mark | None = None  # where the logits of a step with guides are there
+    masked: Mark | None = None  # and where its masks are
     failed: set[int] | None = None  # gets the rows whose numbers are not usable
+    took: Callable[[I32, I32], None] | None = None  # hears how many tokens rows have got
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
         if self.done is None:  # else no row with a guide gets a token in this step
-            self.done, self.logprobs, self.guided = self.draw(guides)
+            self.done, self.logprobs, self.guided, self.masked = self.draw(guides)
 
     def wait(self) -> StepResult:
         assert self.done is not None, "rows with guides draw when these have come"
@@ -74,6 +77,8 @@ class GPUPending:
             finite = _spread(finite, at, len(rows), True)
         if self.failed is not None:
             self.failed.update(rows[~finite].tolist())
+        if self.took is not None:
+            self.took(rows, count)
         return StepResult(
             seq=self.seq,
             rows=rows,
@@ -85,8 +90,13 @@ class GPUPending:
             copies_done=self.swapped(),
             logprobs=logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            guided=self.guided,
+            guided=self._guided(),
         )
+
+    def _guided(self) -> GuideWork | None:
+        if self.guided is None or self.computed is None or self.masked is None:
+            return self.guided
+        return self.guided._replace(wait_s=self.masked.seconds_since(self.computed))
 
 
 def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0) -> NDArray:  # type: ignore[type-arg]
@@ -108,23 +118,34 @@ class DraftedPending:
     failed: set[int]
     swapped: Callable[[], I32]
     started_s: float
-    done: Mark
+    draw: Callable[[Mapping[int, Guide]], tuple[Mark, GuideWork | None]]
+    took: Callable[[I32, I32], None]
+    is_guided: NDArray[np.bool_]  # of its rows
+    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
+    guided: GuideWork | None = None
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
-        return None  # no row has one: such steps have no drafts
+        if self.done is None:
+            self.done, self.guided = self.draw(guides)
 
     def wait(self) -> StepResult:
+        assert self.done is not None, "rows with guides draw when these have come"
         self.done.wait()
         count = len(self.batch.decode)
         words = self.ring.copy()  # the next step but one writes there
         columns = words[:-TALLY_WORDS].reshape(-1, self.max_slots)[:, :count]
-        code, number, verified = columns[:REPORT_COLUMNS]
+        code, number, verified, predicted = columns[:REPORT_COLUMNS]
         tally = DraftTally(*words[-TALLY_WORDS:].reshape(-1, DRAFT_KINDS))
         known = np.maximum(code, 0)
         self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
+        rows, guided = self.batch.decode.astype(np.int32), self.guided
+        self.took(rows, number)
+        if guided is not None:  # their drafts were certain, not predicted
+            guided = guided._replace(forced=int(np.maximum(number - 1, 0)[self.is_guided].sum()))
+            predicted = np.where(self.is_guided, 0, predicted)
         return StepResult(
             seq=self.seq,
-            rows=self.batch.decode.astype(np.int32),
+            rows=rows,
             generation=self.batch.generation,
             tokens=np.ascontiguousarray(columns[REPORT_COLUMNS : REPORT_COLUMNS + self.width + 1].T),
             count=number,
@@ -133,5 +154,7 @@ class DraftedPending:
             copies_done=self.swapped(),
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             verified=verified if self.width else EMPTY,
+            predicted=predicted if predicted.any() else EMPTY,
             drafts=tally if tally.compared.any() else None,
+            guided=guided,
         )

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from paceline.config.engine import ORACLE, Capacity, DraftConfig, EngineConfig
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
+from paceline.runner.gpu.kernels.draft_predictions import STATE_WORDS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
+_PREDICTIONS = 64  # rows that can have one at a time
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
 
 
@@ -184,9 +186,24 @@ def _pinned(count: int) -> Tensor:
 def _draft_shapes(drafts: DraftConfig, tokens: tuple[int, int]) -> dict[str, tuple[int, int]]:
     """Entries and width of the columns that drafts need."""
     rows = tokens[0]
-    shapes = {"may_draft": (rows, 1), "draft_fate": (rows, 1), "draft_limits": (NUM_LIMITS, 1)}
+    shapes = {
+        "may_draft": (rows, 1),
+        "draft_fate": (rows, 1),
+        "draft_limits": (NUM_LIMITS, 1),
+        # Tokens that a guide is certain of: those of the step under way, and of the one behind it.
+        "certain": (rows, 2 * drafts.width + 1),
+        "certain_first": (rows, 1),
+        "certain_count": (rows, 1),
+    }
+    if drafts.model:
+        shapes["state_position"] = (rows, 1)
     if drafts.method == "history":
         shapes["texts"] = (rows, 2)
     if drafts.method == ORACLE:
-        shapes |= {"answer_end": (rows, 1), "answers": tokens}
-    return shapes
+        return shapes | {"answer_end": (rows, 1), "answers": tokens}
+    return shapes | {
+        "prediction_place": (rows, 1),
+        "prediction_count": (rows, 1),
+        "prediction_state": (rows, STATE_WORDS),
+        "predictions": (min(rows, _PREDICTIONS), tokens[1]),
+    }

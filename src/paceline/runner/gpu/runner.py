@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import EngineConfig
+from paceline.config.engine import DRAFT_BUCKETS, EngineConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     GuideWork,
@@ -26,28 +26,27 @@ from paceline.core.plan import (
     StepPlan,
 )
 from paceline.models.decoder import Parts
+from paceline.models.files.draft_head import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
+from paceline.runner.gpu.device_head import DeviceHead, HeadSite, build_head, further_layers
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
+from paceline.runner.gpu.drafted_steps import DraftedSteps, StepParts
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
-    DRAFT_BUCKETS,
     DRAWS,
     KINDS,
     MAX_SPANS,
     DecodeKey,
     DecodeKind,
-    DraftKey,
     DrawKey,
     Key,
     MixedKey,
     StepGraphs,
     decode_keys,
     decode_kinds,
-    draft_key,
-    draft_keys,
     draw_keys,
     mixed_key,
     mixed_keys,
@@ -56,18 +55,17 @@ from paceline.runner.gpu.graphs import (
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
-from paceline.runner.gpu.kernels.step_rows import StepTokens, decode_inputs, span_inputs
+from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
-from paceline.runner.gpu.logprob_reports import AskedLogprobs
+from paceline.runner.gpu.logprob_reports import AskedLogprobs, reports_of_prompts
 from paceline.runner.gpu.pending import DraftedPending, GPUPending
 from paceline.runner.gpu.token_sampling import DeviceSampler
-from paceline.runner.sampling.sampler import prompt_logprobs
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
-AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey, DraftKey)
+AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
-LONG_S = 0.01  # a step that takes longer is measured once
+LONG_S = 0.01  # a step that takes longer is measured twice, each alone
 
 
 class GPURunner:
@@ -83,6 +81,7 @@ class GPURunner:
         device: torch.device,
         graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
+        head: HeadFiles | None = None,  # makes drafts
     ) -> None:
         self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
@@ -94,9 +93,16 @@ class GPURunner:
         max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
         max_draws = max(max_slots, max_drafted)
         self._decoder = DeviceDecoder(
-            spec, parts, max_tokens=max_tokens, max_logits=max_draws, max_kept=max_slots, device=device
+            spec,
+            parts,
+            max_tokens=max_tokens,
+            max_logits=max_draws,
+            max_kept=max_slots,
+            device=device,
+            taps=() if head is None else head.spec.taps,
         )
-        self._pools = KVPools(spec, config.kv, memory.tables, kv_dtype or self._decoder.dtype)
+        stored = kv_dtype or self._decoder.dtype
+        self._pools = KVPools(spec, config.kv, memory.tables, stored, further_layers(head))
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -110,28 +116,41 @@ class GPURunner:
         )
         self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
         self._drafts: DeviceDrafts | None = None
+        self._head: DeviceHead | None = None
         if drafts is not None:
+            if head is not None:
+                site = HeadSite(self._decoder, self._pools, memory, max_tokens)
+                self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
-            self._drafts = DeviceDrafts(drafts, memory, device=device, **sizes)
-        self._draft_keys = [draft_keys(max_slots, max_drafted, with_rules=rules) for rules in (False, True)]
-
-        def column(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
-
-        self._tokens = StepTokens(
-            ids=column(max_tokens, torch.int32),
-            positions=column(max_tokens, torch.int32),
-            slots=[column(max_tokens, torch.int64) for _ in memory.tables],
-        )
-        self._visible = column(memory.num_rows + 1, torch.int32)
+            self._drafts = DeviceDrafts(drafts, memory, device=device, head=self._head, **sizes)
+        self._tokens = allocate_step_tokens(max_tokens, len(memory.tables), device)
+        self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=device)
         self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
         )
         self._graphs = StepGraphs()
+        self._drafted = None if self._drafts is None else self._drafted_steps(self._drafts, max_drafted)
         self._mixed = (
             mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
         )
+        self._prepare(graphs)
+
+    def _drafted_steps(self, drafts: DeviceDrafts, max_tokens: int) -> DraftedSteps:
+        parts = StepParts(
+            queue=self._queue,
+            rows=self._rows,
+            decoder=self._decoder,
+            attention=self._attention,
+            sampler=self._sampler,
+            tokens=self._tokens,
+            visible=self._visible,
+            graphs=self._graphs,
+        )
+        return DraftedSteps(parts, drafts, self._head, max_tokens)
+
+    def _prepare(self, graphs: bool) -> None:
+        """Run every kind of step, and capture them."""
         self._queue.drain()  # weights and buffers were filled in another stream
         with self._queue.entered():
             if self._queue.is_gpu:
@@ -150,8 +169,8 @@ class GPURunner:
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
-        for drafted in self._draft_keys[False] + self._draft_keys[True]:
-            steps[drafted] = partial(self._drafted_step, drafted)
+        if self._drafted is not None:
+            steps |= self._drafted.steps()
         for mixed in self._mixed:
             steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
         return steps
@@ -162,7 +181,10 @@ class GPURunner:
         self._sampler.warm_up(self._decoder.dtype)
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
-            self._decoder.warm_up((*range(_LARGE_STEP, largest, _LARGE_STEP), largest))
+            sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
+            self._decoder.warm_up(sizes)
+            if self._head is not None:
+                self._head.warm_up(sizes)
         for slots in {
             1,
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
@@ -172,23 +194,17 @@ class GPURunner:
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules, guided in DRAWS:
                 self._draw_step(DrawKey(slots, with_rules, guided))
-        if self._drafts is not None:
-            self._drafts.warm_up()
-        for keys in self._draft_keys:
-            kinds = {(key.tokens <= FEW_ROWS, key.slots < 16, key.slots <= 256): key for key in keys}
-            for drafted in kinds.values() if self._queue.is_gpu else keys[:1]:
-                self._drafted_step(drafted)
+        if self._drafted is not None:
+            self._drafted.warm_up()
         most = memory.max_slots
-        few = [
-            (1, 1),
-            (1, 2),
-            (2, 17),
-            (min(most, 64), 1),
-            (min(most, 256), 16),
-            (min(most, 512), 8),
-            (most, 4),
-        ]
+        few = [(1, 1), (1, 2), (2, 17), (min(most, 64), 1)]
+        few += [(min(most, 256), 16), (min(most, 512), 8), (most, 4)]
         many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
+        if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
+            for rows in (1, 16):
+                number, count = spans_of(max(largest - rows, 1), scheduler.max_model_len)
+                if rows + number <= most:
+                    self._run(self._rows.dummy_batch(number, count, num_decode=rows))
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
                 self._run(self._rows.dummy_batch(number, count))
@@ -203,12 +219,12 @@ class GPURunner:
     @property
     def draft_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with drafts that there are."""
-        return tuple(dict.fromkeys(key.tokens for key in self._draft_keys[False]))
+        return () if self._drafted is None else self._drafted.sizes
 
     def drafted_seconds(self, num_tokens: int) -> float:
         """How long a step with drafts of that size takes, with short contexts."""
-        key = next(key for key in self._draft_keys[False] if key.tokens == num_tokens)
-        return self._seconds(lambda: self._replay_or_run(key, self._drafted_step))
+        assert self._drafted is not None
+        return self._seconds(partial(self._drafted.run_size, num_tokens))
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
         """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
@@ -240,7 +256,7 @@ class GPURunner:
         with self._queue.entered():
             timed(1)  # the first may load something
             seconds = timed(1)
-            return seconds if seconds > LONG_S else timed(3)
+            return min(seconds, timed(1)) if seconds > LONG_S else timed(3)
 
     # -- the runner seam -------------------------------------------------------------------------------------
 
@@ -263,9 +279,10 @@ class GPURunner:
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
             batch = self._rows.batch(plan)
-            drafted = None if self._drafts is None else self._drafted_key(plan, batch)
-            if drafted is not None:
-                return self._submit_drafted(plan, batch, drafted, started_s)
+            drafted = None if self._drafted is None else self._drafted.key(plan, batch)
+            if self._drafted is not None and drafted is not None:
+                swapped = partial(self._swap_pool.completed, wait=False)
+                return self._drafted.submit(plan, batch, drafted, started_s=started_s, swapped=swapped)
             ring = self._ring[plan.seq % len(self._ring)]
             asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
             draw = self._compute(batch, is_asked=asked is not None)
@@ -276,24 +293,31 @@ class GPURunner:
                 # A step without tokens has nothing to do but to wait for a swap.
                 swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
                 started_s=started_s,
-                draw=partial(self._draw_late, ring, batch, asked, draw),
+                draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
                 failed=None if self._drafts is None else self._drafts.failed,
+                took=None if self._drafts is None else self._drafts.forced.took,
             )
             if not self._sampler.any_guided(batch):
                 pending.done, pending.logprobs = self._finish(ring, batch, asked, draw, {})
+            else:
+                pending.computed = Mark.timed(self._queue.device)
             return pending
 
     def _draw_late(
         self,
+        plan: StepPlan,
         ring: Tensor,
         batch: DeviceBatch,
         asked: AskedLogprobs | None,
         draw: Draw | None,
         guides: Mapping[int, Guide],
-    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None]:
+    ) -> tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]:
         with self._queue.entered():
-            return *self._finish(ring, batch, asked, draw, guides), self._sampler.guided
+            done, logprobs = self._finish(ring, batch, asked, draw, guides)
+        if self._drafts is not None and self._drafts.looks_ahead(plan):
+            self._drafts.forced.look(batch.sampled.tolist(), guides)
+        return done, logprobs, self._sampler.guided, self._sampler.masked
 
     def _finish(
         self,
@@ -334,6 +358,8 @@ class GPURunner:
         if self._drafts is not None:
             self._drafts.join(joins)
         rows.memory.send()
+        if self._head is not None:
+            self._head.fork(plan.row_copies)
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
         for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
@@ -363,7 +389,9 @@ class GPURunner:
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch)
-        found = self._prompt_logprobs(batch, hidden) if on_host else ()
+        found: tuple[RowLogprobs, ...] = ()
+        if on_host:
+            found = reports_of_prompts(rows, batch, hidden, self._decoder)
         if not len(sampled):
             return lambda guides: found
         slot_rows = rows.memory.column("sample_rows")[:num_draws]
@@ -399,67 +427,6 @@ class GPURunner:
         if is_asked:
             self._sampler.report(self._decoder.last_logits(key.slots), self._slot_rows(key.slots))
         return None
-
-    def _drafted_key(self, plan: StepPlan, batch: DeviceBatch) -> DraftKey | None:
-        """How a step with drafts is run; None: it has none, as planned or because of what its rows are."""
-        drafts, sampler = self._drafts, self._sampler
-        assert drafts is not None
-        rows = len(batch.decode)
-        if (
-            not drafts.is_due(plan)
-            or not rows
-            or len(batch.spans)
-            or batch.num_pad
-            or len(self._rows.sharing)
-        ):
-            return None
-        if (
-            sampler.any_guided(batch)
-            or sampler.logprobs.any_asked(batch)
-            or sampler.is_host[batch.decode].any()
-        ):
-            return None
-        with_rules = bool(sampler.has_logit_rules[batch.decode].any())
-        return draft_key(self._draft_keys[with_rules], rows, plan.draft_tokens)
-
-    def _submit_drafted(
-        self, plan: StepPlan, batch: DeviceBatch, key: DraftKey, started_s: float
-    ) -> DraftedPending:
-        drafts = self._drafts
-        assert drafts is not None
-        drafts.put_limits(plan, key.tokens - len(batch.decode))
-        self._rows.memory.send()
-        self._replay_or_run(key, self._drafted_step)
-        ring = drafts.ring[plan.seq % len(drafts.ring)]
-        ring.copy_(drafts.report, non_blocking=True)
-        return DraftedPending(
-            seq=plan.seq,
-            batch=batch,
-            width=plan.draft_width,
-            ring=ring.numpy(),
-            max_slots=self.max_slots,
-            failed=drafts.failed,
-            swapped=partial(self._swap_pool.completed, wait=False),
-            started_s=started_s,
-            done=self._queue.mark(),
-        )
-
-    def _drafted_step(self, key: DraftKey) -> None:
-        """A step in which all rows decode, each with the drafts that are made for it here."""
-        assert self._drafts is not None
-        drafts, tokens = self._drafts, self._tokens
-        slot_rows = self._slot_rows(key.slots)
-        overlapped = self._queue.is_gpu and key.tokens <= FEW_ROWS
-        shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
-        queries = drafts.lay_out(tokens, self._visible, slot_rows, key.tokens)
-        step = self._attention.begin(shape, slot_rows, self._visible, None, queries=queries)
-        hidden = self._decoder.forward(tokens, self._attention, step)
-        logits = self._decoder.logits(hidden, None)
-        draws, positions = drafts.layout.draw_rows[: key.tokens], drafts.layout.draw_positions[: key.tokens]
-        self._sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
-        first = drafts.take(slot_rows, self._sampler.drawn_behind(tokens.ids[: key.tokens]))
-        if key.with_rules:
-            self._sampler.note_first(slot_rows, first)
 
     def _draw_decoded(
         self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool, guides: Mapping[int, Guide]
@@ -502,6 +469,8 @@ class GPURunner:
             prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
         hidden = self._decoder.forward(self._tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_decoding(self._tokens, slot_rows, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
         if kind.undrawn:
             return
@@ -562,29 +531,10 @@ class GPURunner:
             spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
             span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
-        return self._decoder.forward(tokens, self._attention, step)
-
-    def _prompt_logprobs(self, batch: DeviceBatch, hidden: Tensor) -> tuple[RowLogprobs, ...]:
-        """How likely each prompt token was, for the few rows that want to know."""
-        rows = self._rows
-        found: list[RowLogprobs] = []
-        firsts = len(batch.decode) + np.cumsum(batch.count) - batch.count
-        for index in np.flatnonzero(rows.prompt_logprobs[batch.spans] > -2).tolist():
-            row, start = int(batch.spans[index]), int(batch.start[index])
-            end = min(start + int(batch.count[index]), int(rows.num_prompt[row]) - 1)
-            if start >= end:
-                continue
-            first = int(firsts[index])
-            positions = np.arange(start + 1, end + 1)
-            targets = rows.memory["tokens"].host[row, positions].astype(np.int64)
-            for begin in range(0, end - start, self._config.scheduler.max_num_seqs):
-                part = slice(begin, min(begin + self._config.scheduler.max_num_seqs, end - start))
-                states = hidden[first + part.start : first + part.stop]
-                logits = self._decoder.logits(states, None).float().cpu()
-                found += prompt_logprobs(
-                    logits.numpy(), targets[part], positions[part], row, int(rows.prompt_logprobs[row])
-                )
-        return tuple(found)
+        hidden = self._decoder.forward(tokens, self._attention, step)
+        if self._head is not None:
+            self._head.follow_spans(tokens, slot_rows, spans, shape.longest_span, hidden)
+        return hidden
 
 
 def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:

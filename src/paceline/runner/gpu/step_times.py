@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from paceline.config.engine import DraftConfig, PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
@@ -94,10 +96,10 @@ def measured_costs(
 
 def measured_drafts(runner: Drafting, drafts: DraftConfig) -> DraftConfig:
     """`drafts` with what steps of each size take; the smallest is a single row, which has products of its own."""
-    seconds = [runner.decode_seconds(1)]
-    for size in runner.draft_sizes:
-        seconds.append(max(runner.drafted_seconds(size), seconds[-1]))
-    return replace(drafts, sizes=(1, *runner.draft_sizes), seconds=tuple(seconds))
+    measured = [runner.decode_seconds(1), *(runner.drafted_seconds(size) for size in runner.draft_sizes)]
+    # None takes longer than a larger one: where one seems to, something else was in its way.
+    seconds = np.minimum.accumulate(measured[::-1])[::-1]
+    return replace(drafts, sizes=(1, *runner.draft_sizes), seconds=tuple(seconds.tolist()))
 
 
 def device_preemption_costs(

@@ -19,6 +19,7 @@ from paceline.core.guide import Guide, Mask
 from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.guide.matcher import fill_masks
+from paceline.runner.gpu.device_queue import Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.gumbel_sampling import (
     Candidates,
@@ -77,6 +78,7 @@ class DeviceSampler:
         self.is_guided: Bool = np.zeros(memory.num_rows + 1, np.bool_)
         self._guided: set[int] = set()  # the same rows
         self.guided: GuideWork | None = None  # of the last step with guides
+        self.masked = Mark(None)  # behind the masks of that step
         self.logprobs = LogprobReports(memory, vocab_size, device)
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device.
@@ -274,6 +276,7 @@ class DeviceSampler:
         self.guided = GuideWork(count + len(of_hosts), time.perf_counter() - started_s)
         if count:
             self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
+        self.masked = Mark.timed(self._device)
         mask_of = np.full(len(self._mask_of), -1, np.int32)
         mask_of[places] = np.arange(count)
         known = self._mask_of.numpy()

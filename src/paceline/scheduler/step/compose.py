@@ -63,6 +63,7 @@ class Composer:
             self._continue_prefills(draft, prompts)
         if len(state.queue):
             self._admit_waiting(draft, len(prompts))
+        state.wishes.settle()
         if draft.left > 0 and state.prefilling:
             for row in self._prompts():  # what is left goes to the prompts that were held to their share
                 self._span(draft, row, draft.left)
@@ -507,6 +508,7 @@ class Composer:
             trust=NO_TRUST if state.drafts is None else state.drafts.tell_trust(),
         )
         state.counters.planned(plan, state.rows.num_live)
+        state.counters.evicted_blocks = state.kv.num_evicted
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
         flight = Flight(

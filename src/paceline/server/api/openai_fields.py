@@ -122,6 +122,7 @@ def chat_table(limits: RequestLimits, *, serves: bool = True) -> FieldTable:
         Field("max_completion_tokens", whole(1, limits.answer_tokens), "another name for max_tokens"),
         Field("logprobs", FLAG, "how likely the tokens were"),
         Field("top_logprobs", whole(0, limits.top_logprobs), "likeliest tokens at each place"),
+        Field("return_drafted", FLAG, "say of each token in logprobs whether it came as a draft"),
         Field("chat_template_kwargs", switches, "switches of the chat template"),
         Field(
             "prediction",
@@ -154,6 +155,7 @@ def completions_table(limits: RequestLimits, *, serves: bool = True) -> FieldTab
         only("add_special_tokens", True),
         only("suffix", ""),
         *unsupported("messages", "max_completion_tokens", "top_logprobs", "prompt_embeds", "prediction"),
+        only("return_drafted", False),
         *unsupported("chat_template_kwargs", "chat_template"),
     ]
     return FieldTable(COMPLETIONS, [*_common(limits, serves=serves), *own])

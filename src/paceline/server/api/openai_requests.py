@@ -62,6 +62,7 @@ class ParsedBody:
     includes_usage: bool = False  # in a last chunk of the stream
     runs_usage: bool = False  # in every chunk
     shows_token_ids: bool = False
+    shows_drafted: bool = False  # of each token in logprobs, whether it came as a draft
     shows_prompt_logprobs: bool = False
     priority: int | None = None  # within its class
     service_tier: str | None = None  # None: the class of the key
@@ -151,7 +152,12 @@ class BodyParser:
             "use": read_openai_tools(given),
             "thinking": read_thinking(given),
         }
-        return ParsedBody(sampling=sampling, messages=messages, template=template, **common)
+        shows_drafted = given.get("return_drafted", False)
+        if shows_drafted and sampling.logprobs is None:
+            raise InvalidRequest("return_drafted needs logprobs to be true", param="return_drafted")
+        return ParsedBody(
+            sampling=sampling, messages=messages, template=template, shows_drafted=shows_drafted, **common
+        )
 
 
 _OWN = {url: BodyParser(url, OWN_LIMITS, strict=True, serves=False) for url in (CHAT, COMPLETIONS)}

@@ -42,7 +42,7 @@ def chat_body(
             "stop_reason": part.stop_reason,
         }
         if num_top is not None:
-            entries = chat_logprob_entries(part.token_ids, part.logprobs or [], tokenizer, num_top)
+            entries = chat_logprob_entries(part.token_ids, part.logprobs or [], tokenizer, parsed)
             choice["logprobs"] = {"content": entries, "refusal": None}
         if parsed.shows_token_ids:
             choice["token_ids"] = part.token_ids
@@ -160,9 +160,10 @@ def with_receipt(body: Json, usage: Usage) -> Json:
 
 
 def chat_logprob_entries(
-    tokens: Sequence[int], known: Sequence[dict[int, Logprob]], tokenizer: Tokenizer, num_top: int
+    tokens: Sequence[int], known: Sequence[dict[int, Logprob]], tokenizer: Tokenizer, parsed: ParsedBody
 ) -> list[Json]:
     """How likely each token was, with the likeliest at its place."""
+    num_top = parsed.sampling.logprobs or 0
 
     def entry(token: int, found: Logprob) -> Json:
         value = tokenizer.token_bytes(token)
@@ -174,6 +175,8 @@ def chat_logprob_entries(
             continue
         top = [entry(other, value) for other, value in _top(found, num_top)]
         content.append({**entry(token, found[token]), "top_logprobs": top})
+        if parsed.shows_drafted:
+            content[-1]["drafted"] = found[token].is_drafted
     return content
 
 

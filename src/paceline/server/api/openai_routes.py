@@ -211,9 +211,7 @@ class ChatChunks(ChunkWriter):
             frames += (chunk, self._end_of_chunk())
 
     def _logprobs(self, delta: Delta) -> bytes:
-        entries = chat_logprob_entries(
-            delta.tokens, delta.logprobs or [], self._tokenizer, self._num_top or 0
-        )
+        entries = chat_logprob_entries(delta.tokens, delta.logprobs or [], self._tokenizer, self._body)
         return _encode({"content": entries, "refusal": None})
 
 

@@ -294,6 +294,7 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield "num_preemptions", "Preemptions of running requests.", stats.counters.preempted
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+    yield "kv_blocks_evicted", "KV blocks whose cached prefix was evicted.", stats.counters.evicted_blocks
     yield "spec_decode_num_drafts", "Times a request had drafts verified in a step.", stats.counters.drafts
     yield "spec_decode_num_draft_tokens", "Drafts verified.", stats.counters.draft_tokens
     yield (
@@ -303,6 +304,11 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     )
     yield "structured_masks", "Masks made of the tokens that may come next.", stats.counters.masks
     yield "structured_mask_seconds", "Time of making them.", stats.counters.mask_s
+    yield (
+        "structured_mask_wait_seconds",
+        "Time that the draws of steps waited for them; on a CPU all of it.",
+        stats.counters.mask_wait_s,
+    )
     yield (
         "structured_forced_tokens",
         "Tokens delivered as drafts that a structure forced.",

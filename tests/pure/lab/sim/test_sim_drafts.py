@@ -11,23 +11,30 @@ import pytest
 
 from paceline.audit.codec import decode_time
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config.engine import DraftConfig
+from paceline.config.engine import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import AT_LENGTH, RowJoins, RowSet, StepPlan, StepWork, i32
 from paceline.core.sampling import SamplingParams
 from paceline.costs.model import StepShape
+from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.summary import summarize
-from paceline.lab.sim import SimConfig, simulate
+from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.replayer import replay
-from paceline.lab.sim.runner import TimedRunner, step_shape
+from paceline.lab.sim.runner import SimulatedDrafts, TimedRunner, step_shape
+from paceline.lab.sim.settings import Machine
 from tests.pure.lab.sim.sim_helpers import PerToken, make_workload, sim_config, small_engine
 
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZED = {"sizes": SIZES, "seconds": tuple(0.01 + 1e-4 * size for size in SIZES)}
 
-def config(acceptance: str | None, width: int = 7, depth: int = 1) -> SimConfig:
+
+def config(acceptance: str | None, width: int = 7, depth: int = 1, *, sized: bool = False) -> SimConfig:
     of = small_engine(depth=depth)
     drafts = None if acceptance is None else DraftConfig(width=width, fixed_s=0.01, token_s=1e-4)
+    if drafts is not None and sized:
+        drafts = replace(drafts, **SIZED)  # type: ignore[arg-type]
     of = replace(of, scheduler=replace(of.scheduler, drafts=drafts))
     given = None if acceptance is None else Acceptance.read(acceptance)
     return sim_config(of, acceptance=given, check=True)
@@ -39,22 +46,25 @@ LOAD = make_workload(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_tokens_come_sooner_and_are_as_many(depth: int) -> None:
+@pytest.mark.parametrize("sized", [False, True])
+def test_tokens_come_sooner_and_are_as_many(depth: int, sized: bool) -> None:
     means = []
     for given in (None, "0", "0.7", "1"):
-        summary = summarize(simulate(config(given, depth=depth), LOAD))
+        summary = summarize(simulate(config(given, depth=depth, sized=sized), LOAD))
         assert summary.requests["finished"] == len(LOAD)
         assert summary.itl_s.count == LOAD.output_len.sum() - len(LOAD)
         assert summary.itl_s.mean is not None
         means.append(summary.itl_s.mean)
     plain, never, often, always = means
     assert never == pytest.approx(plain, rel=0.02)
-    assert always < 0.6 * often < 0.4 * plain
+    assert always < (0.65 if sized else 0.6) * often  # steps of a GPU that read prompts have none
+    assert often < 0.67 * plain
 
 
-def drafting(acceptance: str, **plan: float) -> tuple[TimedRunner, StepPlan]:
+def drafting(acceptance: str, sizes: tuple[int, ...] = (), **plan: float) -> tuple[TimedRunner, StepPlan]:
     """Four rows that decode, with 2, 5, 100 and 100 tokens to come."""
-    runner = TimedRunner(PerToken(), ManualClock(), 4, acceptance=Acceptance.read(acceptance))
+    given = SimulatedDrafts(Acceptance.read(acceptance), sizes)
+    runner = TimedRunner(PerToken(), ManualClock(), 4, drafts=given)
     joins = RowJoins(
         row=i32(range(4)),
         generation=i32([1] * 4),
@@ -98,6 +108,33 @@ def test_the_budget_and_the_floor_hold() -> None:
     assert (
         result.drafts is not None and result.drafts.equal[0] == 4
     )  # the first of each is compared all the same
+
+
+def test_a_step_of_a_gpu_takes_as_long_as_its_size() -> None:
+    runner, plan = drafting("1", SIZES)
+    result = runner.submit(plan).wait()
+    assert result.verified.tolist() == [1, 3, 3, 3]
+    assert result.times.end_s - result.times.start_s == pytest.approx(0.01 + 1e-4 * 16)
+    assert result.drafts is not None and result.drafts.offered[0] == 4
+    only = plan._replace(joins=RowJoins(), decode_rows=RowSet(), draft_width=0, draft_tokens=0)
+    compared = []
+    for seq in range(2, 2 + 2 * PROBE_EVERY):
+        result = runner.submit(only._replace(seq=seq)).wait()
+        assert not len(result.verified) and result.count[2:].tolist() == [1, 1]
+        assert result.times.end_s - result.times.start_s == pytest.approx(0.01 + 1e-4 * 4)
+        compared.append(result.drafts is not None)
+    assert np.flatnonzero(compared).tolist() == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
+
+
+def test_engines_of_gpus_have_sizes_of_steps_with_drafts() -> None:
+    drafts = []
+    for device in ("h200", "cpu-2core"):
+        machine = Machine.of(model_shape("smollm2-135m"), device_spec(device))
+        drafts.append(engine_config(machine, LOAD, {}, DraftConfig()).scheduler.drafts)
+    sized, line = drafts
+    assert sized is not None and line is not None
+    assert sized.sizes == (1, *DRAFT_BUCKETS) and sorted(sized.seconds) == list(sized.seconds)
+    assert not line.sizes and line.fixed_s > 0.0
 
 
 def test_a_draft_costs_a_token_and_no_reading_of_keys() -> None:
@@ -151,6 +188,12 @@ def test_a_run_without_drafts_says_nothing(tmp_path: Path) -> None:
     simulate(of, LOAD, recorder=RunLogWriter(path, run_header(of.engine)))
     with pytest.raises(InputError, match="made no drafts"):
         Acceptance.read(str(path))
+
+
+def test_a_run_with_sizes_replays(tmp_path: Path) -> None:
+    path, of = tmp_path / "run.jsonl", config("0.8", sized=True)
+    simulate(of, LOAD, recorder=RunLogWriter(path, run_header(of.engine)))
+    assert replay(read_run_log(path)).is_equal
 
 
 def test_how_many_are_worth_their_time_is_on_record_and_replays(tmp_path: Path) -> None:

@@ -148,9 +148,10 @@ def propose_history(
     ring: Ring,
     texts: Tensor,
     limits: Tensor,
+    fates: int = FATES,
 ) -> None:
     """Guesses from earlier texts replace those that rows of `slot_rows` [slots] have, where they are trusted more;
-    `limits` as in draft_layout.py."""
+    `limits` as in draft_layout.py. `fates`: of a row's last drafts, how many are told apart."""
     slots, most = slot_rows.shape[0], into.guess.shape[1]
     _history_kernel[(triton.cdiv(slots, _PER_PROGRAM),)](
         into.kind,
@@ -176,7 +177,7 @@ def propose_history(
         THREE=THREE,
         SIX=SIX,
         LONGEST=LONGEST,
-        FATES=FATES,
+        FATES=fates,
         OF_HISTORY=OF_HISTORY,
         TRUST_AT=TRUST,
         num_warps=1,
@@ -249,7 +250,8 @@ def _history_kernel(
         there = tl.load(ring + place - back, mask=agrees, other=-1)
         agrees = agrees & (there == tl.load(text + length - back, mask=agrees, other=-2))
         agreed += agrees.to(tl.int32)
-    kind = OF_HISTORY + tl.minimum(agreed - THREE, 3) * FATES + tl.load(fates + row, mask=found, other=0)
+    fate = tl.load(fates + row, mask=found, other=0) % FATES
+    kind = OF_HISTORY + tl.minimum(agreed - THREE, 3) * FATES + fate
     own = tl.load(kinds + slot, mask=present, other=-1)
     trust = tl.load(limits + TRUST_AT + kind, mask=found, other=0).to(tl.float32, bitcast=True)
     own_trust = tl.load(limits + TRUST_AT + own, mask=found & (own >= 0), other=0).to(

@@ -38,6 +38,8 @@ class Proposals:
     kind: Tensor  # int32 [slots]; NO_KIND: there is nothing
     number: Tensor  # int32 [slots]: how many guesses there are
     guess: Tensor  # int32 [slots, width]
+    # int32 [slots, width]: the kind of each guess; None: those of a slot are of one kind. `kind` is that of the first.
+    each: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,18 @@ class DraftLayout:
     draw_positions: Tensor  # int32 [tokens]: of the token that is drawn behind each
 
 
-def allocate_proposals(slots: int, width: int, device: torch.device | str = "cuda") -> Proposals:
+def allocate_proposals(
+    slots: int, width: int, device: torch.device | str = "cuda", *, of_each: bool = False
+) -> Proposals:
     def room(*sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=torch.int32, device=device)
 
-    return Proposals(kind=room(slots).fill_(NO_KIND), number=room(slots), guess=room(slots, width))
+    return Proposals(
+        kind=room(slots).fill_(NO_KIND),
+        number=room(slots),
+        guess=room(slots, width),
+        each=room(slots, width) if of_each else None,
+    )
 
 
 def allocate_layout(slots: int, tokens: int, device: torch.device | str = "cuda") -> DraftLayout:
@@ -90,6 +99,7 @@ def choose_drafts(
         visible,
         tally,
         proposals.kind,
+        proposals.kind if proposals.each is None else proposals.each,
         proposals.number,
         limits,
         slot_rows,
@@ -99,6 +109,7 @@ def choose_drafts(
         slots,
         MAX_SLOTS=256 if slots <= 256 else max(1024, triton.next_power_of_2(slots)),
         MOST=proposals.guess.shape[1],
+        DEPTHS=0 if proposals.each is None else max(2, triton.next_power_of_2(proposals.guess.shape[1])),
         TOKENS_AT=TOKENS,
         FLOOR_AT=FLOOR,
         TRUST_AT=TRUST,
@@ -117,6 +128,7 @@ def _choose_kernel(
     visible,
     tally,
     kinds,
+    each,
     numbers,
     limits,
     slot_rows,
@@ -126,6 +138,7 @@ def _choose_kernel(
     slots,
     MAX_SLOTS: tl.constexpr,
     MOST: tl.constexpr,
+    DEPTHS: tl.constexpr,
     TOKENS_AT: tl.constexpr,
     FLOOR_AT: tl.constexpr,
     TRUST_AT: tl.constexpr,
@@ -148,14 +161,26 @@ def _choose_kernel(
     most = tl.minimum(tl.load(numbers + slot, mask=drafts, other=0), tl.load(limits))
     most = tl.maximum(tl.minimum(most, room), 0)
 
-    wanted = tl.zeros([MAX_SLOTS], tl.int32)
-    chance = tl.full([MAX_SLOTS], 1.0, tl.float32)
-    for depth in tl.static_range(MOST):
-        chance *= trust
-        wanted += ((chance >= floor) & (depth < most)).to(tl.int32)
     budget = tl.load(limits + TOKENS_AT)
-    if tl.sum(wanted, 0) > budget:
-        wanted = _likeliest(wanted, trust, budget, MAX_SLOTS, MOST)
+    if DEPTHS > 0:
+        depth = tl.arange(0, DEPTHS)
+        is_draft = depth[None, :] < most[:, None]
+        kind_of_each = tl.load(each + slot[:, None] * MOST + depth[None, :], mask=is_draft, other=0)
+        bits = tl.load(limits + TRUST_AT + kind_of_each, mask=is_draft, other=0)
+        trust_of_each = bits.to(tl.float32, bitcast=True)
+        trust_of_each = tl.where(trust_of_each > LEAST, tl.minimum(trust_of_each, 1.0), 0.0)
+        chances = tl.cumprod(trust_of_each, 1)
+        wanted = tl.sum((chances >= floor).to(tl.int32), 1)
+        if tl.sum(wanted, 0) > budget:
+            wanted = _likeliest_of_each(wanted, chances, budget, DEPTHS)
+    else:
+        wanted = tl.zeros([MAX_SLOTS], tl.int32)
+        chance = tl.full([MAX_SLOTS], 1.0, tl.float32)
+        for depth in tl.static_range(MOST):
+            chance *= trust
+            wanted += ((chance >= floor) & (depth < most)).to(tl.int32)
+        if tl.sum(wanted, 0) > budget:
+            wanted = _likeliest(wanted, trust, budget, MAX_SLOTS, MOST)
 
     count = tl.where(runs, wanted + 1, 0)
     tl.store(firsts + slot, tl.cumsum(count, 0) - count, mask=present)
@@ -190,6 +215,25 @@ def _likeliest(wanted, trust, budget, MAX_SLOTS: tl.constexpr, MOST: tl.constexp
         chance *= trust
         above += ((chance > bound) & (depth < wanted)).to(tl.int32)
         equal += ((chance == bound) & (depth < wanted)).to(tl.int32)
+    left = budget - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
+    return tl.where(budget > 0, above + tl.minimum(tl.maximum(left, 0), equal), 0)
+
+
+@triton.jit
+def _likeliest_of_each(wanted, chances, budget, DEPTHS: tl.constexpr):
+    """The same where drafts of a row have a chance each [slots, depths]; it never rises along a row."""
+    is_wanted = tl.arange(0, DEPTHS)[None, :] < wanted[:, None]
+    chances = tl.where(is_wanted, chances, -1.0)
+    edge = tl.zeros([1, 1], tl.int32)
+    bit = tl.full([1, 1], 1 << 29, tl.int32)
+    for _ in range(30):
+        trial = edge | bit
+        bit = bit >> 1
+        number = tl.sum(tl.sum((chances >= trial.to(tl.float32, bitcast=True)).to(tl.int32), 1), 0)
+        edge = tl.where(number >= budget, trial, edge)
+    bound = edge.to(tl.float32, bitcast=True)
+    above = tl.sum((chances > bound).to(tl.int32), 1)
+    equal = tl.sum((chances == bound).to(tl.int32), 1)
     left = budget - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
     return tl.where(budget > 0, above + tl.minimum(tl.maximum(left, 0), equal), 0)
 

@@ -102,7 +102,7 @@ def sample(
 
 
 @triton.jit
-def _words(seed, position, group):
+def noise_words(seed, position, group):
     """The four words of each group of four tokens."""
     zero = group.to(tl.uint32) * 0
     low = (position & 0xFFFFFFFF).to(tl.uint32)
@@ -121,7 +121,7 @@ def _log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _noise_in_bits(word, FAST: tl.constexpr):
+def noise_in_bits(word, FAST: tl.constexpr):
     """-log2(-log2(u)): the noise over log(2), but for a constant. Near 1 it comes from v = 1 - u, of which float32
     knows more digits than of u."""
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -190,11 +190,11 @@ def _score_kernel(
         x3 = _load(source, group * _LANES + 3, vocabulary)
         bad = bad | _is_bad(x0) | _is_bad(x1) | _is_bad(x2) | _is_bad(x3)
         if temperature >= GREEDY:
-            w0, w1, w2, w3 = _words(seed, position, group)
-            x0 = x0 * per_bit + _noise_in_bits(w0, FAST_LOG)
-            x1 = x1 * per_bit + _noise_in_bits(w1, FAST_LOG)
-            x2 = x2 * per_bit + _noise_in_bits(w2, FAST_LOG)
-            x3 = x3 * per_bit + _noise_in_bits(w3, FAST_LOG)
+            w0, w1, w2, w3 = noise_words(seed, position, group)
+            x0 = x0 * per_bit + noise_in_bits(w0, FAST_LOG)
+            x1 = x1 * per_bit + noise_in_bits(w1, FAST_LOG)
+            x2 = x2 * per_bit + noise_in_bits(w2, FAST_LOG)
+            x3 = x3 * per_bit + noise_in_bits(w3, FAST_LOG)
         best, best_token = _better(best, best_token, x0, group * _LANES)
         best, best_token = _better(best, best_token, x1, group * _LANES + 1)
         best, best_token = _better(best, best_token, x2, group * _LANES + 2)
@@ -240,7 +240,7 @@ def _settle_kernel(
     score = logit.to(tl.float64)
     if temperature >= GREEDY:
         position = tl.load(positions + (slot if BY_SLOT else row)).to(tl.int64)
-        w0, w1, w2, w3 = _words(tl.load(seeds + row), position, token // _LANES)
+        w0, w1, w2, w3 = noise_words(tl.load(seeds + row), position, token // _LANES)
         in_group = token % _LANES
         word = tl.where(in_group == 0, w0, tl.where(in_group == 1, w1, tl.where(in_group == 2, w2, w3)))
         # The definition subtracts the row's largest logit, which may have lost in its tile; taking the same

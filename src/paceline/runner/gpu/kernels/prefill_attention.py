@@ -145,7 +145,7 @@ def prefill_attention(
     heads, head_dim = query.shape[1], query.shape[2]
     kv_heads = kv.keys.shape[1]
     assert query.stride(1) == head_dim and out.stride(1) == head_dim and log_sum.is_contiguous()
-    assert plan.tile_tokens * (heads // kv_heads) == tuning.query_rows, "the plan was made for other tiles"
+    assert plan.tile_tokens == tuning.tile_tokens(heads // kv_heads), "the plan was made for other tiles"
     box = [BLOCK_SIZE, head_dim]
     _attend_kernel[(plan.max_tiles * kv_heads,)](
         out,

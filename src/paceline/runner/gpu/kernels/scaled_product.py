@@ -40,10 +40,11 @@ def scaled_tuning(rows: int, columns: int, inner: int, *, narrow: bool = False) 
     """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
     parts = 1
     if narrow and columns <= 4096:
-        parts = next((parts for parts in (4 if columns <= 2048 else 2, 2) if inner % (128 * parts) == 0), 1)
-    step = next((step for step in (128, 64) if inner % (step * parts) == 0), INNER_STEP)
+        many = 4 if columns <= 2048 or rows <= _FEWEST_ROWS else 2
+        parts = next((parts for parts in (many, 2) if inner % (128 * parts) == 0), 1)
+    step = next((step for step in (256, 128, 64) if inner % (step * parts) == 0), INNER_STEP)
     tile = next((tile for tile in _TILES if columns % tile == 0), _TILES[-1])
-    return ProductTuning(columns=tile, inner=step, parts=parts, num_stages=6 if rows <= 32 else 4)
+    return ProductTuning(columns=tile, inner=step, parts=parts, num_stages=4 if step > 128 else 6)
 
 
 def scaled_gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning:
@@ -51,7 +52,7 @@ def scaled_gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning:
     plain = scaled_tuning(rows, columns, inner)
     return ProductTuning(
         columns=plain.columns,
-        inner=plain.inner,
+        inner=min(plain.inner, 128),
         num_stages=4 if rows <= 32 else 3,
         starts_early=columns < 8192,
     )

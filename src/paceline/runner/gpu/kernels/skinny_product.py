@@ -23,6 +23,7 @@ MAX_ROWS = 64
 MAX_GATED_ROWS = 256
 MAX_PARTS = 4
 _FEWEST_ROWS = 16  # of a matrix instruction
+_ENOUGH_PROGRAMS = 96  # to read a matrix quickly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,19 @@ def gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning | None:
     if rows <= _FEWEST_ROWS:
         return ProductTuning(columns=64, inner=128, num_stages=3, starts_early=False)
     return ProductTuning(columns=64, inner=64, num_stages=4 if rows <= 32 else 3, starts_early=False)
+
+
+def small_tuning(columns: int, inner: int, *, splits: bool = False) -> ProductTuning | None:
+    """The same for small matrices, by reckoning: those of a draft head, and of a small model in steps with drafts. What
+    counts is that enough programs read them. `splits`: the parts of the inner dimension may be left to the next kernel
+    to sum."""
+    step = 128 if inner % 128 == 0 else 64
+    if inner % step or columns % _FEWEST_ROWS:
+        return None
+    fitting = [tile for tile in (64, 32, 16) if columns % tile == 0]
+    tile = next((tile for tile in fitting if columns // tile >= _ENOUGH_PROGRAMS), fitting[-1])
+    parts = next(parts for parts in (MAX_PARTS, 3, 2, 1) if inner % (step * parts) == 0) if splits else 1
+    return ProductTuning(columns=tile, inner=step, parts=parts)
 
 
 def skinny_product(

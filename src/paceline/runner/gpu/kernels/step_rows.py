@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -122,6 +123,17 @@ class StepTokens:
     ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
     slots: Sequence[Tensor]  # int64 [tokens]
+
+
+def allocate_step_tokens(tokens: int, groups: int, device: torch.device | str = "cuda") -> StepTokens:
+    def column(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tokens, dtype=dtype, device=device)
+
+    return StepTokens(
+        ids=column(torch.int32),
+        positions=column(torch.int32),
+        slots=[column(torch.int64) for _ in range(groups)],
+    )
 
 
 def write_words(memory: Tensor, changes: Tensor, count: int) -> None:

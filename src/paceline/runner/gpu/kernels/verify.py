@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.plan import DRAFT_KINDS
-from paceline.runner.drafts import MISSED, PARTLY, WHOLLY
+from paceline.runner.drafts import FOLLOWED, MISSED, PARTLY, WHOLLY
 from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns
 
@@ -33,6 +33,7 @@ class VerifiedTokens:
     code: Tensor  # [slots]: one of those of step_rows.py
     count: Tensor  # [slots]: tokens the row got
     verified: Tensor  # [slots]: drafts that were computed for it
+    predicted: Tensor  # [slots]: of these, from its prediction
     tokens: Tensor  # [width + 1, slots]
     # [TALLIES * DRAFT_KINDS]: drafts compared with the token that came, those that were that token, rows with drafts
     tally: Tensor
@@ -70,11 +71,13 @@ def verify(
         report.code,
         report.count,
         report.verified,
+        report.predicted,
         report.tokens,
         report.tally,
         layout.first,
         layout.count,
         proposals.kind,
+        proposals.kind if proposals.each is None else proposals.each,
         proposals.guess,
         slot_rows,
         drawn.ids,
@@ -87,6 +90,8 @@ def verify(
         SLOTS=_PER_PROGRAM,
         STOPS=MAX_STOP_IDS,
         KINDS=DRAFT_KINDS,
+        OF_EACH=proposals.each is not None,
+        FOLLOWED=FOLLOWED,
         MISSED=MISSED,
         PARTLY=PARTLY,
         WHOLLY=WHOLLY,
@@ -105,11 +110,13 @@ def _verify_kernel(
     report_code,
     report_count,
     report_verified,
+    report_predicted,
     report_tokens,
     tally,
     firsts,
     counts,
     kinds,
+    each,
     guesses,
     slot_rows,
     ids,
@@ -122,6 +129,8 @@ def _verify_kernel(
     SLOTS: tl.constexpr,
     STOPS: tl.constexpr,
     KINDS: tl.constexpr,
+    OF_EACH: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     MISSED: tl.constexpr,
     PARTLY: tl.constexpr,
     WHOLLY: tl.constexpr,
@@ -168,13 +177,22 @@ def _verify_kernel(
     tl.store(report_count + slot, number, mask=present)
     drafts = tl.maximum(count - 1, 0)
     tl.store(report_verified + slot, drafts, mask=present)
+    tl.store(report_predicted + slot, tl.where(kind >= FOLLOWED, drafts, 0), mask=present)
 
     is_known = runs & (kind >= 0) & (code != 3)
     compared = tl.where(drafts > 0, tl.minimum(number, drafts), 1)
     equal = tl.where(drafts > 0, tl.minimum(number - 1, drafts), is_guessed)
     # Integer sums come out the same in any order.
-    tl.atomic_add(tally + kind, compared, mask=is_known, sem="relaxed")
-    tl.atomic_add(tally + KINDS + kind, equal, mask=is_known, sem="relaxed")
+    if OF_EACH:
+        one = tl.full([SLOTS], 1, tl.int32)
+        for depth in tl.static_range(MOST):
+            here = is_known & (depth < compared)
+            own = tl.load(each + slot * MOST + depth, mask=here, other=0)
+            tl.atomic_add(tally + own, one, mask=here, sem="relaxed")
+            tl.atomic_add(tally + KINDS + own, one, mask=here & (depth < equal), sem="relaxed")
+    else:
+        tl.atomic_add(tally + kind, compared, mask=is_known, sem="relaxed")
+        tl.atomic_add(tally + KINDS + kind, equal, mask=is_known, sem="relaxed")
     tl.atomic_add(tally + 2 * KINDS + kind, tl.full([SLOTS], 1, tl.int32), mask=is_known, sem="relaxed")
     fate = tl.where(equal == compared, WHOLLY, tl.where(equal > 0, PARTLY, MISSED))
     tl.store(fates + row, tl.where(is_known, fate, PARTLY), mask=runs)

@@ -184,10 +184,11 @@ class Writer {
     call.arguments += called?.arguments ?? "";
   }
 
-  tokenOf({ token, bytes, logprob, top_logprobs: top = [] }) {
+  tokenOf({ token, bytes, logprob, top_logprobs: top = [], drafted }) {
     const rounded = (value) => Math.round(1000 * value) / 1000; // for the sake of the storage
     const text = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : token;
-    return [text, rounded(logprob), top.map((other) => [other.token, rounded(other.logprob)])];
+    const known = [text, rounded(logprob), top.map((other) => [other.token, rounded(other.logprob)])];
+    return drafted ? [...known, true] : known;
   }
 
   // `tokens` is the server's count, where there is one.

@@ -6,7 +6,8 @@
 // `state` is "waiting" (nothing has come), "writing", "done", "stopped" or "failed". Where it has them, also
 //   reasoning, thought_ms   what the model thought before it answered, and how long it took
 //   calls                   [{ id, name, arguments, result }]: arguments are JSON as text, a result is what was sent back
-//   logprobs                [[text, logprob, [[text, logprob]]]]: each token with the likeliest at its place
+//   logprobs                [[text, logprob, [[text, logprob]], true]]: each token with the likeliest at its place,
+//                           and true where it came as a draft
 //   form, view              "json" where a schema was sent; how a reader chose to see it
 //   branch, held            its number among the branches of the request; whether the server keeps it at its end
 //   branches, place         the other branches of a forked answer, and where among them it stands itself: the message is
@@ -100,7 +101,7 @@ export function requestBody({ settings, messages }, answer) {
   if (settings.tools.trim()) body.tools = toolList(settings.tools);
   // With a result at hand the model must be able to answer: a call is required of the answer to a user alone.
   if (body.tools && settings.tool_choice && (settings.tool_choice !== "required" || isAsked)) body.tool_choice = settings.tool_choice;
-  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES, return_drafted: true });
   return answer.content ? { ...body, continue_final_message: true } : body;
 }
 

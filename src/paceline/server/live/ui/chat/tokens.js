@@ -1,5 +1,5 @@
-// A text as it was spelled, its tokens coloured by how likely they were. The one under the pointer, or the one that the
-// arrow keys have reached, shows what else was likely at its place.
+// A text as it was spelled, its tokens coloured by how likely they were, those that came as drafts underlined. The one
+// under the pointer, or the one that the arrow keys have reached, shows what else was likely at its place.
 
 import { byId, element } from "../dom.js";
 
@@ -24,14 +24,14 @@ export class TokenText {
     this.known = tokens;
     this.rest.remove();
     for (; this.tokens < tokens.length; this.tokens++) {
-      const [spelled, logprob] = tokens[this.tokens];
+      const [spelled, logprob, , isDrafted] = tokens[this.tokens];
       if (!spelled || !text.startsWith(spelled, this.at)) continue;
       this.at += spelled.length;
       if (logprob === null) {
         this.place.append(spelled); // it was put in, or is from before a fork
         continue;
       }
-      this.place.append(element("span", { class: `token shade-${shade(logprob)}`, "data-at": String(this.tokens), text: spelled }));
+      this.place.append(element("span", { class: `token shade-${shade(logprob)}${isDrafted ? " drafted" : ""}`, "data-at": String(this.tokens), text: spelled }));
     }
     this.rest.textContent = text.slice(this.at);
     this.place.append(this.rest);
@@ -57,10 +57,11 @@ export class TokenText {
     shown.hidden = !token;
     if (!token) return;
     token.classList.add("pointed");
-    const [spelled, logprob, top] = this.known[Number(token.dataset.at)], same = top.filter(([, value]) => value === logprob);
+    const [spelled, logprob, top, isDrafted] = this.known[Number(token.dataset.at)], same = top.filter(([, value]) => value === logprob);
     const chosen = same.find(([text]) => text === spelled) ?? same[0] ?? [spelled, logprob];
     const rows = same.length ? top : [...top, chosen];
     shown.replaceChildren(...rows.map((each) => row(each, each === chosen)));
+    if (isDrafted) shown.append(element("p", { text: "came as a draft" }));
     const { left, top: above, bottom } = [...token.getClientRects()].at(-1), { width, height } = shown.getBoundingClientRect();
     shown.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
     shown.style.top = `${bottom + height + 12 < innerHeight ? bottom + 6 : Math.max(8, above - height - 6)}px`;

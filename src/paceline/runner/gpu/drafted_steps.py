@@ -1,0 +1,227 @@
+"""Steps in which rows decode and verify drafts: which sizes there are, how one is launched, and how it is drawn.
+
+A step makes its drafts, computes and draws in one graph. Where rows have rules or guides it ends with the logits, and a
+second graph draws: of rows with guides when these have come. Plans and rows are the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.guide import Guide
+from paceline.core.plan import GuideWork, StepPlan
+from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape
+from paceline.runner.gpu.device_drafts import DeviceDrafts
+from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
+from paceline.runner.gpu.forward import DeviceDecoder
+from paceline.runner.gpu.graphs import (
+    DRAWS,
+    DraftDrawKey,
+    DraftKey,
+    Key,
+    StepGraphs,
+    draft_key,
+    draft_keys,
+)
+from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
+from paceline.runner.gpu.kernels.step_rows import StepTokens
+from paceline.runner.gpu.pending import DraftedPending
+from paceline.runner.gpu.token_sampling import DeviceSampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepParts:
+    """What the steps of a runner are computed with."""
+
+    queue: DeviceQueue
+    rows: HostRows
+    decoder: DeviceDecoder
+    attention: DeviceAttention
+    sampler: DeviceSampler
+    tokens: StepTokens
+    visible: Tensor
+    graphs: StepGraphs
+
+
+class DraftedSteps:
+    """The steps with drafts of a runner."""
+
+    def __init__(
+        self, parts: StepParts, drafts: DeviceDrafts, head: DeviceHead | None, max_tokens: int
+    ) -> None:
+        self._parts, self._drafts, self._head = parts, drafts, head
+        self._max_slots = slots = parts.rows.memory.max_slots
+        self._keys = [draft_keys(slots, max_tokens, undrawn=undrawn) for undrawn in (False, True)]
+        self._behind: dict[
+            int, Tensor
+        ] = {}  # by tokens of a step: states that its head keeps; always the same
+
+    # -- which there are ---------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps that there are."""
+        return tuple(dict.fromkeys(key.tokens for key in self._keys[False]))
+
+    def steps(self) -> dict[Key, Callable[[], object]]:
+        """Every step that is captured."""
+        steps: dict[Key, Callable[[], object]] = {}
+        for key in self._keys[False] + self._keys[True]:
+            steps[key] = partial(self._compute, key)
+        for key in self._keys[True]:
+            for draw in DRAWS:
+                drawn = DraftDrawKey(key.tokens, key.slots, *draw)
+                steps[drawn] = partial(self._draw, drawn)
+        return steps
+
+    def warm_up(self) -> None:
+        """Run steps of every kind that kernels are compiled for."""
+        self._drafts.warm_up()
+        is_gpu = self._parts.queue.is_gpu
+        for keys in self._keys:
+            # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
+            tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
+            kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
+            # A head's products are as large as there are slots.
+            of_head = {(key.tokens <= FEW_ROWS, key.slots): key for key in keys if self._head is not None}
+            for key in {*kinds.values(), *of_head.values()} if is_gpu else keys[:1]:
+                self._compute(key)
+                for draw in DRAWS if key.undrawn else ():
+                    self._draw(DraftDrawKey(key.tokens, key.slots, *draw))
+
+    def run_size(self, num_tokens: int) -> None:
+        """A step of that size, to see how long it takes."""
+        self._run(next(key for key in self._keys[False] if key.tokens == num_tokens))
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def key(self, plan: StepPlan, batch: DeviceBatch) -> DraftKey | None:
+        """How a step with drafts is run; None: it has none, as planned or because of what its rows are."""
+        drafts, sampler, rows = self._drafts, self._parts.sampler, batch.decode
+        if not drafts.is_due(plan) or not len(rows):
+            return None
+        if len(batch.spans) or batch.num_pad or len(self._parts.rows.sharing):
+            return None
+        if sampler.logprobs.any_asked(batch) or sampler.is_host[rows].any():
+            return None
+        undrawn = bool(sampler.has_logit_rules[rows].any()) or sampler.any_guided(batch)
+        return draft_key(self._keys[undrawn], len(rows), plan.draft_tokens)
+
+    def submit(
+        self,
+        plan: StepPlan,
+        batch: DeviceBatch,
+        key: DraftKey,
+        *,
+        started_s: float,
+        swapped: Callable[[], NDArray[np.int32]],
+    ) -> DraftedPending:
+        drafts, parts = self._drafts, self._parts
+        is_guided = parts.sampler.is_guided[batch.decode]
+        guided: list[int] = batch.decode[is_guided].tolist()
+        if guided:
+            drafts.forced.tell()
+        drafts.put_limits(plan, key.tokens - len(batch.decode))
+        parts.rows.memory.send()
+        self._run(key)
+        ring = drafts.ring[plan.seq % len(drafts.ring)]
+        pending = DraftedPending(
+            seq=plan.seq,
+            batch=batch,
+            width=plan.draft_width,
+            ring=ring.numpy(),
+            max_slots=self._max_slots,
+            failed=drafts.failed,
+            swapped=swapped,
+            started_s=started_s,
+            draw=partial(self._draw_late, plan, batch, key, guided, ring),
+            took=drafts.forced.took,
+            is_guided=is_guided,
+        )
+        if not guided:
+            pending.done, _ = self._finish(plan, batch, key, guided, ring, {})
+        return pending
+
+    def _draw_late(
+        self,
+        plan: StepPlan,
+        batch: DeviceBatch,
+        key: DraftKey,
+        guided: list[int],
+        ring: Tensor,
+        guides: Mapping[int, Guide],
+    ) -> tuple[Mark, GuideWork | None]:
+        with self._parts.queue.entered():
+            found = self._finish(plan, batch, key, guided, ring, guides)
+        if self._drafts.looks_ahead(plan):
+            self._drafts.forced.look(guided, guides)
+        return found
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        batch: DeviceBatch,
+        key: DraftKey,
+        guided: list[int],
+        ring: Tensor,
+        guides: Mapping[int, Guide],
+    ) -> tuple[Mark, GuideWork | None]:
+        """Draw the tokens of a step, unless its graph has, and send them to the host. `guided`: rows with guides."""
+        drafts, work = self._drafts, None
+        if guided:
+            work = drafts.forced.load_masks(guided, guides, plan.draft_width)
+        if key.undrawn:
+            with_rules = bool(self._parts.sampler.has_logit_rules[batch.decode].any())
+            draw = DraftDrawKey(key.tokens, key.slots, with_rules, bool(guided))
+            if not self._parts.graphs.replay(draw):
+                self._draw(draw)
+        ring.copy_(drafts.report, non_blocking=True)
+        return self._parts.queue.mark(), work
+
+    def _run(self, key: DraftKey) -> None:
+        if not self._parts.graphs.replay(key):
+            self._compute(key)
+
+    def _slot_rows(self, slots: int) -> Tensor:
+        return self._parts.rows.memory.column("slot_rows")[:slots]
+
+    def _compute(self, key: DraftKey) -> None:
+        """All rows decode, each with the drafts that are made for it here."""
+        drafts, parts, head = self._drafts, self._parts, self._head
+        tokens, visible, slot_rows = parts.tokens, parts.visible, self._slot_rows(key.slots)
+        overlapped = parts.queue.is_gpu and key.tokens <= FEW_ROWS
+        shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
+        queries = drafts.lay_out(
+            tokens, visible, slot_rows, key.tokens, overlapped=overlapped, guided=key.undrawn
+        )
+        step = parts.attention.begin(shape, slot_rows, visible, None, queries=queries)
+        hidden = parts.decoder.forward(tokens, parts.attention, step)
+        if head is not None:
+            self._behind[key.tokens] = head.follow_drafts(
+                tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped
+            )
+        parts.decoder.logits(hidden, None)
+        if not key.undrawn:
+            self._draw(DraftDrawKey(key.tokens, key.slots, False, False))
+
+    def _draw(self, key: DraftDrawKey) -> None:
+        """The draw of a step that was computed up to its logits: rows take what counts of it."""
+        drafts, sampler, tokens = self._drafts, self._parts.sampler, self._parts.tokens
+        slot_rows, layout = self._slot_rows(key.slots), drafts.layout
+        logits = self._parts.decoder.last_logits(key.tokens)
+        if key.guided:
+            drafts.forced.hide(logits, layout)
+        draws, positions = layout.draw_rows[: key.tokens], layout.draw_positions[: key.tokens]
+        sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
+        first = drafts.take(slot_rows, sampler.drawn_behind(tokens.ids[: key.tokens]))
+        if self._head is not None:
+            self._head.keep(tokens, self._behind[key.tokens], slot_rows, layout.first, drafts.counts)
+        if key.with_rules:
+            sampler.note_first(slot_rows, first)
