@@ -207,3 +207,21 @@ def test_eviction_forgets_the_longest_unused_prefix() -> None:
     bench.run()
     assert bench.state.kv.groups[0].pool.num_evicted > 0
     assert bench.finished[again].num_cached >= bench.finished[oldest].num_cached
+
+
+@pytest.mark.parametrize(("eviction", "cached"), [("reuse", 12), ("lru", 0)])
+def test_what_a_waiting_request_will_hit_is_evicted_last(eviction: str, cached: int) -> None:
+    """One row: the request of a known prompt waits while others need the blocks of older ones."""
+    bench = Bench(engine_config(num_blocks=13, max_num_seqs=1, max_model_len=64, eviction=eviction))
+    for start in (1, 2):
+        bench.add(prompt(12, start), 1)
+        bench.run()
+    running = bench.add(prompt(4, 3), 32)  # nine blocks in the end: of twelve, six hold prefixes
+    bench.step()
+    waiting = bench.add([*prompt(12, 1), 5], 1)
+    bench.clock.advance(1.0)
+    bench.run()
+    assert bench.finished[running].num_cached == 0
+    assert bench.finished[waiting].num_cached == cached
+    assert bench.state.kv.groups[0].wanted == {}
+    assert len(bench.state.wishes) == 0
