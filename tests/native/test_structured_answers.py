@@ -84,8 +84,8 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "answers"), MODELS)
 def test_a_sample_of_the_benchmark(model: Path | None, answers: int) -> None:
-    """One client and 16, with forks: `python -m benchmarks.structured_answers`. Whether so few requests are preempted is
-    a matter of timing."""
+    """One client and 16, with forks: `python -m benchmarks.structured_answers`. Whether so few requests are preempted
+    is a matter of timing."""
     host_code()
     rows = asyncio.run(answered(model, answers, (1, 16)))
     assert [row["examples"] for row in rows] == [[], []]
