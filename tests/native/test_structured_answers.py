@@ -84,9 +84,9 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "answers"), MODELS)
 def test_a_sample_of_the_benchmark(model: Path | None, answers: int) -> None:
-    """Clients one after another and beside each other, with forks: `python -m benchmarks.structured_answers`."""
+    """One client and 16, with forks: `python -m benchmarks.structured_answers`. Whether so few requests are preempted
+    is a matter of timing."""
     host_code()
     rows = asyncio.run(answered(model, answers, (1, 16)))
     assert [row["examples"] for row in rows] == [[], []]
     assert all(row["complete"] > 0.7 * row["answers"] and row["forks"] for row in rows), rows
-    assert rows[1]["preempted"], rows
