@@ -65,7 +65,7 @@ Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
-LONG_S = 0.01  # a step that takes longer is measured twice, each alone
+LONG_S, VERY_LONG_S = 0.01, 0.1  # a step that takes longer is measured twice, each alone, or once
 
 
 class GPURunner:
@@ -256,6 +256,8 @@ class GPURunner:
         with self._queue.entered():
             timed(1)  # the first may load something
             seconds = timed(1)
+            if seconds > VERY_LONG_S:
+                return seconds
             return min(seconds, timed(1)) if seconds > LONG_S else timed(3)
 
     # -- the runner seam -------------------------------------------------------------------------------------
