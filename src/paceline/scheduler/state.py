@@ -45,6 +45,7 @@ from paceline.core.request import (
 )
 from paceline.core.tree import Tree, TreeLimits
 from paceline.kv.manager import KVManager
+from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
@@ -178,6 +179,8 @@ class SchedulerState:
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.wishes = Wishes(kv)
         self.queue = WaitingQueue(self.wishes)
+        self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
+        self.asked: deque[RequestId] = deque()  # requests for which the disk has not been looked at
         self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
@@ -297,6 +300,8 @@ class SchedulerState:
         self.accounting.comes(tenant, account_of(request.tenant), back=request.state is RequestState.RUNNING)
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], tenant)
+        if self.tiers.has_disk and request.keys:
+            self.asked.append(request.id)
 
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
         """Another policy from now on; one that keeps accounts gets every known tenant."""
