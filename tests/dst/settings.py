@@ -12,6 +12,7 @@ from paceline.config.engine import (
     GroupSpec,
     KVConfig,
     LearnedSteps,
+    PreemptionCosts,
     SchedulerConfig,
     StepCosts,
 )
@@ -154,6 +155,33 @@ def draw_drafts(rng: random.Random, config: EngineConfig) -> EngineConfig:
         return config
     drafts = DraftConfig(width=rng.choice((1, 3, 3, 7)))
     return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
+
+
+def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Some engines keep prefixes in host memory and on a disk."""
+    kv, scheduler = config.kv, config.scheduler
+    plain = scheduler.mode == "continuous" and kv.enable_prefix_caching and len(kv.groups) == 1
+    if rng.random() < 0.7 or not plain:
+        return config
+    costs = scheduler.preemption_costs or PreemptionCosts(
+        token_s=rng.choice((1e-4, 1e-3, 1e-2)), block_s=1e-4
+    )
+    costs = replace(
+        costs,
+        step_s=rng.choice((0.0, 2e-3)),
+        disk_block_s=rng.choice((1e-5, 1e-3, 1e-2)),
+        disk_write_s=rng.choice((0.0, 1e-3, 2e-2)),
+    )
+    return replace(
+        config,
+        kv=replace(
+            kv,
+            cache_on_host=True,
+            num_host_blocks=kv.num_host_blocks or 2 + int(kv.num_blocks * rng.choice((0.3, 1))),
+            num_disk_blocks=int(kv.num_blocks * rng.choice((0, 1, 3))),
+        ),
+        scheduler=replace(scheduler, preemption_costs=costs),
+    )
 
 
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:

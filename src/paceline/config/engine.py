@@ -163,13 +163,12 @@ class PreemptionCosts:
     product_s: float = 0.0  # more, for each pair of a token and one before it
     block_s: float = math.inf  # to copy a block to host memory, or back
     step_s: float = 0.02  # a step in which every row gets a token
-    disk_block_s: float = math.inf  # to read a block from the disk
-    disk_write_s: float = math.inf  # from one block that is written to the disk to the next: a budget
+    disk_block_s: float = 0.0  # to read a block from the disk; 0: there is none
+    disk_write_s: float = 0.0  # from one block that is written to the disk to the next: a budget
 
     def __post_init__(self) -> None:
-        finite = (self.token_s, self.product_s, self.step_s)
-        copies = (self.block_s, self.disk_block_s, self.disk_write_s)
-        if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not min(copies) >= 0.0:
+        finite = (self.token_s, self.product_s, self.step_s, self.disk_block_s, self.disk_write_s)
+        if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
             raise ConfigError("what preemption costs must be numbers that are not negative")
 
 

@@ -29,18 +29,19 @@ BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to 
 class Budget:
     """So many blocks a second, and a burst of those that were not used."""
 
-    def __init__(self, block_s: float, *, least: int = 1) -> None:
+    def __init__(self, block_s: float) -> None:
         self.block_s = block_s
-        self.most = (
-            0.0 if block_s == math.inf else max(float(least), BURST_S / block_s if block_s else math.inf)
-        )
-        self._left = self.most
+        # None: as many as there are; 0: none.
+        self.most: float | None = None if not block_s else 0.0
+        if self.most is not None and block_s < math.inf:
+            self.most = max(1.0, BURST_S / block_s)
+        self._left = self.most or 0.0
         self._last_us = 0
 
     def take(self, count: int, now_us: int, slower: int = 1) -> int:
         """As many of `count` as may move now."""
-        if self.most == 0.0 or math.isinf(self.most):
-            return count if self.most else 0
+        if not self.most:
+            return count if self.most is None else 0
         gained = (now_us - self._last_us) / (MICROSECONDS * self.block_s * slower)
         self._left, self._last_us = min(self.most, self._left + gained), now_us
         taken = min(count, int(self._left))
@@ -64,13 +65,13 @@ class Tiers:
         """`step_tokens`: most tokens of a step."""
         self._kv = kv
         self.is_on = kv.keeps_below and costs is not None
-        self.has_disk = bool(self.is_on and kv.levels[DISK][0].num_places)
+        self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
         two_steps = 2 * kv.blocks_for(step_tokens)
         self._reserves = [
             [max(1, min(two_steps, part.pool.usable // 8)) for part in level] for level in kv.levels
         ]
         self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
-        self._disk_block_s = math.inf if costs is None else costs.disk_block_s
+        self._disk_block_s = 0.0 if costs is None else costs.disk_block_s
         self._disk_free_s = 0.0  # when the disk should have done all that was asked for
 
     # -- down ----------------------------------------------------------------------------------------------
