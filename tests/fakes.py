@@ -277,8 +277,8 @@ class FakeRunner:
 
     def _start_copies(self, swaps: Swaps | Moves, *, incoming: bool, seq: int) -> None:
         parts: dict[int, list[tuple[int, int, int]]] = {}
-        columns = (swaps.ticket, swaps.group)
-        columns += (swaps.block, swaps.place) if isinstance(swaps, Swaps) else (swaps.host, swaps.disk)
+        pair = (swaps.block, swaps.place) if isinstance(swaps, Swaps) else (swaps.host, swaps.disk)
+        columns = (swaps.ticket, swaps.group, *pair)
         faults, is_move = self.faults, isinstance(swaps, Moves)
         most = faults.late_moves if is_move else faults.late_copies
         for ticket, group, block, place in zip(*(c.tolist() for c in columns), strict=True):

@@ -161,13 +161,13 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
     """Some engines keep prefixes in host memory and on a disk."""
     kv, scheduler = config.kv, config.scheduler
     plain = scheduler.mode == "continuous" and kv.enable_prefix_caching and len(kv.groups) == 1
-    if rng.random() < 0.7 or not plain:
+    if rng.random() < 0.55 or not plain:
         return config
-    costs = scheduler.preemption_costs or PreemptionCosts(
-        token_s=rng.choice((1e-4, 1e-3, 1e-2)), block_s=1e-4
-    )
+    costs = scheduler.preemption_costs or PreemptionCosts(token_s=1e-2)
     costs = replace(
         costs,
+        token_s=rng.choice((1e-4, 1e-3, 1e-2, 1e-2)),
+        block_s=rng.choice((0.0, 1e-4, 1e-3)),
         step_s=rng.choice((0.0, 2e-3)),
         disk_block_s=rng.choice((1e-5, 1e-3, 1e-2)),
         disk_write_s=rng.choice((0.0, 1e-3, 2e-2)),
@@ -177,10 +177,20 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
         kv=replace(
             kv,
             cache_on_host=True,
-            num_host_blocks=kv.num_host_blocks or 2 + int(kv.num_blocks * rng.choice((0.3, 1))),
-            num_disk_blocks=int(kv.num_blocks * rng.choice((0, 1, 3))),
+            num_host_blocks=kv.num_host_blocks or 2 + int(kv.num_blocks * rng.choice((0.3, 1, 1))),
+            num_disk_blocks=int(kv.num_blocks * rng.choice((0, 3, 6))),
         ),
         scheduler=replace(scheduler, preemption_costs=costs),
+    )
+
+
+def more_prefixes(config: EngineConfig, traffic: Traffic) -> Traffic:
+    """Where there are levels: more beginnings than the device holds, and prompts that are long enough for them."""
+    if not config.kv.cache_on_host:
+        return traffic
+    longest = max(traffic.longest_prompt, config.scheduler.max_model_len // 3)
+    return replace(
+        traffic, num_prefixes=24, longest_prompt=longest, longest_output=longest, num_tenants=1, abort=0.02
     )
 
 

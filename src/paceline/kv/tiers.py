@@ -22,7 +22,7 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
-BURST_S = 0.1  # of a budget that was not used, kept for later
+BURST_S = 2.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
 
 
@@ -95,8 +95,8 @@ class Tiers:
         blocks, keys, uses = upper.give_up(short)
         lacking = [at for at, key in enumerate(keys) if lower.cache.find(key) is None]
         most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
-        if most < len(lacking):  # those that were used most, in their order
-            lacking = sorted(sorted(lacking, key=lambda at: -uses[at])[:most])
+        if most < len(lacking):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
+            lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
         dropped = np.ones(len(blocks), np.bool_)
         dropped[lacking] = False
         upper.give_back(blocks[dropped])

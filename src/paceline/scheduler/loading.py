@@ -14,6 +14,9 @@ from paceline.core.request import BlockKey, Request, RequestId
 from paceline.kv.tiers import HOST
 from paceline.scheduler.state import SchedulerState
 
+FIRST = (
+    8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
+)
 HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
 
 
@@ -41,6 +44,8 @@ class Loading:
         # Until when each request that waited for the disk may, and since when.
         self.until_s: dict[RequestId, tuple[float, float]] = {}
         self.waiting: list[RequestId] = []  # in the step that is planned
+        self._asked: set[RequestId] = set()  # for which the disk was looked at
+        self._queue: tuple[RequestId, int, int] | None = None  # by which a change of the queue is seen
 
     def compute_s(self, start: int, count: int) -> float:
         """Seconds to compute `count` tokens behind `start` others."""
@@ -89,21 +94,30 @@ class Loading:
             DecisionKind.LOAD, request, load.rule, load.num_tokens, seconds=load.load_s, detail=str(load)
         )
 
-    def settle(self, reads_prompts: bool) -> None:
-        """At the end of a plan: move down what goes next, and ask the disk for what waiting requests need."""
-        self.tiers.sink(reads_prompts)
-        asked = self._state.asked
-        while asked and self._may_fetch():
-            request = self._state.requests.get(asked.popleft())
-            if request is not None and request.id in self._state.queue:
-                self._fetch(request)
+    def ask(self) -> None:
+        """Before requests are admitted: ask the disk for what the first of them need."""
+        state = self._state
+        queue = (state.last_admitted, state.counters.added, len(state.queue))
+        if not self.tiers.has_disk or queue == self._queue or not self._may_fetch():
+            return
+        self._queue = queue
+        ahead = 0
+        for request in state.waiting_in_order(FIRST):
+            if request.id not in self._asked:
+                self._forget_ended()
+                self._asked.add(request.id)
+                self._fetch(request, ahead)
+            ahead += request.num_tokens
 
     def _may_fetch(self) -> bool:
         host = self._state.kv.levels[HOST][0]
         return HOST_SHARE * len(self._state.kv.fetching) < host.num_places
 
-    def _fetch(self, request: Request) -> None:
-        """Ask for what the disk has of a prompt, if it should be here before the request's turn has come and gone."""
+    def _fetch(self, request: Request, ahead: int) -> None:
+        """Ask for what the disk has of a prompt, if it should be here before the request's turn has come and gone.
+
+        `ahead`: tokens of the requests before it.
+        """
         state, costs = self._state, self._costs
         assert costs is not None
         kv = state.kv
@@ -114,9 +128,8 @@ class Loading:
             return
         first = num_device + below.num_host
         keys: Sequence[BlockKey] = request.keys[first : first + below.num_disk]
-        turn_s = costs.token_s * (state.queue.num_tokens - request.num_tokens)
         compute_s = self.compute_s(first * kv.block_size, len(keys) * kv.block_size)
-        if self.tiers.fetch_s(len(keys)) < turn_s + compute_s:
+        if self.tiers.fetch_s(len(keys)) < costs.token_s * ahead + compute_s:
             self.tiers.fetch(keys)
 
     def _load(self, rule: Rule, start: int, num_tokens: int, load_s: float) -> Load:
@@ -134,5 +147,6 @@ class Loading:
 
     def _forget_ended(self) -> None:
         requests = self._state.requests
-        if len(self.until_s) > 4 * len(requests) + 1024:
+        if len(self._asked) > 4 * len(requests) + 1024:
+            self._asked &= requests.keys()
             self.until_s = {number: times for number, times in self.until_s.items() if number in requests}

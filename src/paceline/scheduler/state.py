@@ -180,7 +180,6 @@ class SchedulerState:
         self.wishes = Wishes(kv)
         self.queue = WaitingQueue(self.wishes)
         self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
-        self.asked: deque[RequestId] = deque()  # requests for which the disk has not been looked at
         self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
@@ -300,8 +299,6 @@ class SchedulerState:
         self.accounting.comes(tenant, account_of(request.tenant), back=request.state is RequestState.RUNNING)
         request.move(RequestState.SWAPPED if request.host_places else RequestState.WAITING)
         self.queue.push(request, self.orders[request.id], tenant)
-        if self.tiers.has_disk and request.keys:
-            self.asked.append(request.id)
 
     def use_policy(self, config: SchedulerConfig, policy: Policy) -> None:
         """Another policy from now on; one that keeps accounts gets every known tenant."""

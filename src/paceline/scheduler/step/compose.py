@@ -52,6 +52,8 @@ class Composer:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
         if len(state.queue):
+            if state.tiers.is_on:
+                self.admission.loading.ask()
             self.displacement.make_places(draft)
         if state.prefilling or len(state.queue):
             draft.held = self.displacement.held_back(self._prompt_tokens_free)
@@ -72,8 +74,8 @@ class Composer:
             mask = self._decode_held(draft)
         if state.drafts is not None and draft.num_decoding and draft.left > 0:
             self._widen(draft, mask)
-        if self.admission.loading.is_on:
-            self.admission.loading.settle(bool(draft.spans))
+        if state.tiers.is_on:
+            state.tiers.sink(bool(draft.spans))
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
