@@ -177,7 +177,7 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
         kv=replace(
             kv,
             cache_on_host=True,
-            num_host_blocks=kv.num_host_blocks or 2 + int(kv.num_blocks * rng.choice((0.3, 1, 1))),
+            num_host_blocks=2 + int(kv.num_blocks * rng.choice((0.1, 0.3, 1))),
             num_disk_blocks=int(kv.num_blocks * rng.choice((0, 3, 6))),
         ),
         scheduler=replace(scheduler, preemption_costs=costs),
@@ -188,9 +188,15 @@ def more_prefixes(config: EngineConfig, traffic: Traffic) -> Traffic:
     """Where there are levels: more beginnings than the device holds, and prompts that are long enough for them."""
     if not config.kv.cache_on_host:
         return traffic
-    longest = max(traffic.longest_prompt, config.scheduler.max_model_len // 3)
+    longest = config.scheduler.max_model_len
     return replace(
-        traffic, num_prefixes=24, longest_prompt=longest, longest_output=longest, num_tenants=1, abort=0.02
+        traffic,
+        num_prefixes=24,
+        longest_prompt=2 * longest // 3,
+        longest_output=longest // 8,
+        num_tenants=1,
+        abort=0.02,
+        reset_cache=0.002 if traffic.reset_cache else 0.0,
     )
 
 
