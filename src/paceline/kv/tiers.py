@@ -95,7 +95,9 @@ class Tiers:
         blocks, keys, uses = upper.give_up(short)
         lacking = [at for at, key in enumerate(keys) if lower.cache.find(key) is None]
         most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
-        if most < len(lacking):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
+        if most < len(
+            lacking
+        ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
             lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
         dropped = np.ones(len(blocks), np.bool_)
         dropped[lacking] = False

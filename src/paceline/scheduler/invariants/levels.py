@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.core.events import Rule
 from paceline.kv.swap import Ticket
 from paceline.kv.tiers import DISK
 from paceline.scheduler.invariants.registry import HOST, PLANNED, CheckContext, invariant
@@ -93,6 +94,20 @@ def no_request_waits_for_a_level_too_long(context: CheckContext) -> str | None:
         most_s = loading.compute_s(0, state.requests[number].num_tokens)
         if until_s - since_s > most_s + SLACK_S or state.now_s >= until_s:
             return f"request {number} waits for the disk until {until_s}, {until_s - since_s} s, at {state.now_s}"
+    return None
+
+
+@invariant("T6", moment=PLANNED)
+def a_load_is_sooner_than_computing(context: CheckContext) -> str | None:
+    state, loading = context.scheduler.state, context.scheduler.composer.admission.loading
+    for decision in context.decisions:
+        request = state.requests.get(decision.request)
+        if decision.reason is not Rule.LOADS or request is None or request.blocked is None:
+            continue
+        start = int(state.rows.computed[request.row]) - decision.value
+        compute_s = loading.compute_s(start, decision.value)
+        if decision.seconds > compute_s + SLACK_S:
+            return f"request {request.id} loads in {decision.seconds} s what takes {compute_s} s to compute"
     return None
 
 
