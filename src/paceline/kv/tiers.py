@@ -68,7 +68,7 @@ class Tiers:
         self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
         two_steps = 2 * kv.blocks_for(step_tokens)
         self._reserves = [
-            [max(1, min(two_steps, part.pool.usable // 8)) for part in level] for level in kv.levels
+            [max(1, min(two_steps, part.pool.usable // 4)) for part in level] for level in kv.levels
         ]
         self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
         self._disk_block_s = 0.0 if costs is None else costs.disk_block_s

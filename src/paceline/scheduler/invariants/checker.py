@@ -255,8 +255,9 @@ class InvariantChecker:
 
     def _progress(self, plan: StepPlan | None) -> None:
         """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
-        if plan is not None and not _computes(plan.work) and self._scheduler.state.kv.fetching:
-            return  # how long requests wait for the disk is bounded by T4
+        tickets = self._scheduler.state.kv.tickets.open.values()
+        if plan is not None and not _computes(plan.work) and any(ticket.level for ticket in tickets):
+            return  # it looks for copies of the disk; how long requests wait for them is bounded by T4
         self._silent = self._silent + 1 if plan is not None else 0
         if self._silent < SILENT_STEPS:
             return
