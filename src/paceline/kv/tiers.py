@@ -21,8 +21,9 @@ from paceline.kv.manager import KVManager
 from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
+STEPS = 4  # a level keeps room for what this many of the largest steps take
 TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
-BURST_S = 2.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
+BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
 
 
@@ -66,9 +67,14 @@ class Tiers:
         self._kv = kv
         self.is_on = kv.keeps_below and costs is not None
         self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
-        two_steps = 2 * kv.blocks_for(step_tokens)
+        steps = STEPS * kv.blocks_for(step_tokens)
+        # The host has to take in what comes while the disk writes.
         self._reserves = [
-            [max(1, min(two_steps, part.pool.usable // 4)) for part in level] for level in kv.levels
+            [
+                max(1, min(max(steps, part.pool.usable // 16 if level else 0), part.pool.usable // 4))
+                for part in parts
+            ]
+            for level, parts in enumerate(kv.levels)
         ]
         self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
         self._disk_block_s = 0.0 if costs is None else costs.disk_block_s
@@ -82,7 +88,16 @@ class Tiers:
             for group, part in enumerate(self._kv.levels[above]):
                 short = self._reserves[above][group] - part.pool.num_empty
                 if short > 0 and len(part.pool.evictable):
-                    self._sink(above, group, short, BESIDE_PROMPTS if reads_prompts and not above else 1)
+                    slower = BESIDE_PROMPTS if reads_prompts and not above else 1
+                    self._sink(above, group, short - self._leaving(above, group), slower)
+
+    def _leaving(self, above: int, group: int) -> int:
+        """Blocks of a level that will be empty when their copies are done."""
+        return sum(
+            len(ticket.blocks[group])
+            for ticket in self._kv.tickets.open.values()
+            if ticket.level == above and ticket.keys is not None and not ticket.incoming
+        )
 
     def _sink(self, above: int, group: int, short: int, slower: int) -> None:
         kv = self._kv
