@@ -202,11 +202,10 @@ def test_bytes_of_the_disk_that_are_not_right_are_computed() -> None:
 
 
 def test_writes_keep_to_their_budget() -> None:
-    bench = bench_of(levels(24, 400, disk_write_s=1.0))
+    bench = bench_of(levels(24, 400, disk_write_s=5.0))
     flood(bench, 32)
-    assert (
-        0 < sum(len(seen.plan.store.disk) for seen in bench.seen) <= 3
-    )  # a burst of two, and a fraction of a second
+    # The burst; the run takes a fraction of 5 s.
+    assert sum(len(seen.plan.store.disk) for seen in bench.seen) == 1
 
 
 def test_a_reset_of_the_cache_forgets_every_level() -> None:
