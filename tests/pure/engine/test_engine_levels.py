@@ -27,10 +27,10 @@ class Latest(random.Random):
         return b
 
 
-def levels(host: int = 64, disk: int = 0, blocks: int = 65, **costs: float) -> EngineConfig:
+def levels(host: int = 64, disk: int = 0, **costs: float) -> EngineConfig:
     """A device of 64 blocks of 4 tokens, and places below."""
     return engine_config(
-        num_blocks=blocks,
+        num_blocks=65,
         num_host_blocks=host,
         num_disk_blocks=disk,
         cache_on_host=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
@@ -132,7 +133,12 @@ def tree_of(planned: PlannedState) -> Tree:
 def loading() -> PlannedState:
     """The last request loads its prompt from the host, where a disk is below."""
     costs = PreemptionCosts(token_s=1e-2, block_s=1e-4, step_s=0.0, disk_block_s=1e-3, disk_write_s=0.5)
-    options = {"num_host_blocks": 64, "num_disk_blocks": 64, "cache_on_host": True, "eviction": "lru"}
+    options: dict[str, Any] = {
+        "num_host_blocks": 64,
+        "num_disk_blocks": 64,
+        "cache_on_host": True,
+        "eviction": "lru",
+    }
     bench = Bench(engine_config(**options, preemption_costs=costs))
     for start in (0, *range(50, 70)):
         bench.add(prompt(17, start), 2)

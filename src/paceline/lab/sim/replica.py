@@ -90,8 +90,8 @@ class Replica:
             stretch=lambda reads_prompts: varied.stretch(reads_prompts) * faults.stretch(),
             drafts=_drafts_of(config),
             seed=config.seed,
-            links=_links_of(config),
         )
+        self.runner.links = _links_of(config)
         self.engine = build_engine(
             config.engine,
             self.runner,

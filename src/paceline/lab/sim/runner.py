@@ -70,7 +70,6 @@ class TimedRunner:
     block_bytes: KV bytes of one block, which is what a swapped block moves over the host link.
     stretch: the factor by which a step that reads prompts, or one that does not, takes longer than it should.
     drafts: None: there are none.
-    links: None: swaps are part of their step.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class TimedRunner:
         stretch: Callable[[bool], float] = lambda reads_prompts: 1.0,
         drafts: SimulatedDrafts | None = None,
         seed: int = 0,
-        links: Links | None = None,
     ) -> None:
         self.observe: Observer = lambda plan, start_s, end_s: None  # called with every plan that is submitted
         self.num_submitted = 0
@@ -97,7 +95,9 @@ class TimedRunner:
         self._acceptance = None if drafts is None else drafts.acceptance
         self._draft_sizes = () if drafts is None else drafts.sizes
         self._seed = seed
-        self._links = links
+        self.links: Links | None = (
+            None  # over which copies run beside steps; None: swaps are part of their step
+        )
         self._link_free_s = [0.0, 0.0, 0.0]  # out, in, disk: when each has done everything it was given
         self._copying: list[tuple[float, int]] = []  # when each copy ends, and its ticket
         self._since_drafts = 0  # steps
@@ -140,8 +140,8 @@ class TimedRunner:
         num_drafts = 0 if drafted is None else drafted.computed
         seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes, num_drafts))
         seconds *= self._stretch(plan.work.prefill_tokens > 0)
-        if self._links is not None:
-            self._start_copies(plan, start_s, self._links)
+        if self.links is not None:
+            self._start_copies(plan, start_s, self.links)
             if not (plan.work.decode_rows or plan.work.prefill_tokens) and self._copying:
                 # It is there to bring tickets back: until the next one, or for a moment.
                 seconds = min(max(min(self._copying)[0] - start_s, 0.0), LOOK_S)
@@ -172,7 +172,7 @@ class TimedRunner:
 
     def _copied(self, plan: StepPlan, end_s: float) -> I32:
         """Tickets that come back with a step which ends at `end_s`."""
-        if self._links is None:
+        if self.links is None:
             return _tickets(plan)
         if not self._copying:
             return EMPTY
