@@ -15,10 +15,17 @@ from paceline.errors import InputError
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import SimConfig, simulate
 from paceline.lab.sim.replayer import replay
-from tests.pure.lab.sim.sim_helpers import sim_config, small_engine
-from tests.pure.lab.sim.test_sim_eviction import returning_users
+from paceline.lab.workload import Workload
+from tests.pure.lab.sim.sim_helpers import make_workload, sim_config, small_engine
 
 COSTS = PreemptionCosts(token_s=1e-2, block_s=1e-3, step_s=1e-3, disk_block_s=1e-2, disk_write_s=2e-2)
+
+
+def returning_users() -> Workload:
+    """Every 4 s a user comes with a conversation of 4 blocks; 40 take turns, which is more than a device holds."""
+    ids = [tuple(10 * (number % 40) + part for part in range(4)) for number in range(160)]
+    times = [4.0 * number for number in range(160)]
+    return make_workload(times, prompt=70, output=2, prefix_ids=ids, prefix_block=16)
 
 
 def config_of(host: int, disk: int = 0) -> SimConfig:
@@ -27,7 +34,7 @@ def config_of(host: int, disk: int = 0) -> SimConfig:
         engine.kv, num_host_blocks=host, num_disk_blocks=disk, cache_on_host=host > 0, eviction="lru"
     )
     scheduler = replace(engine.scheduler, preemption_costs=COSTS)
-    return sim_config(replace(engine, kv=kv, scheduler=scheduler), check=True)
+    return sim_config(replace(engine, kv=kv, scheduler=scheduler))
 
 
 def test_each_level_finds_more() -> None:
