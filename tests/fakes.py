@@ -27,6 +27,7 @@ from paceline.core.plan import (
     SAME_ROWS,
     STOPPED,
     DraftTally,
+    Moves,
     StepPlan,
     StepResult,
     Swaps,
@@ -93,6 +94,8 @@ class Faults:
     step_failure: float = 0.0
     nan_row: float = 0.0
     late_copies: int = 2  # a copy completes up to this many steps late
+    late_moves: int = 0  # one between host and disk, up to this many
+    copy_failure: float = 0.0
     right_drafts: float = 0.7  # chance of a draft to be the token that comes
 
 
@@ -102,6 +105,8 @@ class _Copy:
     ticket: int
     incoming: bool
     parts: list[tuple[int, int, int]]  # group, block, place
+    is_move: bool  # between host and disk
+    fails: bool
 
 
 @dataclass
@@ -144,6 +149,8 @@ class FakeRunner:
         self._finite = np.ones(2 * self._capacity.num_rows, np.bool_)  # most results: all numbers are usable
         self._finite.flags.writeable = False
         self._host: list[dict[int, list[int]]] = [{} for _ in config.kv.groups]
+        self._disk: list[dict[int, list[int]]] = [{} for _ in config.kv.groups]
+        self.copies_failed = 0
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
@@ -206,6 +213,9 @@ class FakeRunner:
         self._apply_rows(plan)
         if len(plan.swap_out.ticket):
             self._start_copies(plan.swap_out, incoming=False, seq=plan.seq)
+        for moves, incoming in ((plan.store, False), (plan.fetch, True)):
+            if len(moves.ticket):
+                self._start_copies(moves, incoming=incoming, seq=plan.seq)
         copies = plan.block_copies
         if len(copies.row):
             columns = (copies.row, copies.group, copies.index, copies.source, copies.target)
@@ -215,8 +225,9 @@ class FakeRunner:
                 self._rows[row].changed = True
         if len(plan.swap_in.ticket):
             self._start_copies(plan.swap_in, incoming=True, seq=plan.seq)
-        tickets = self._finish_copies(plan.seq) if self._copies else []
-        return self._compute(plan, tickets)
+        tickets, failed = self._finish_copies(plan.seq) if self._copies else ([], [])
+        result = self._compute(plan, tickets)
+        return result._replace(copies_failed=np.array(failed, np.int32)) if failed else result
 
     def _apply_rows(self, plan: StepPlan) -> None:
         change = plan.decode_rows
@@ -264,26 +275,34 @@ class FakeRunner:
                 kv=list(zip(tables, self._kv, strict=True)),
             )
 
-    def _start_copies(self, swaps: Swaps, *, incoming: bool, seq: int) -> None:
+    def _start_copies(self, swaps: Swaps | Moves, *, incoming: bool, seq: int) -> None:
         parts: dict[int, list[tuple[int, int, int]]] = {}
-        columns = (swaps.ticket, swaps.group, swaps.block, swaps.place)
+        pair = (swaps.block, swaps.place) if isinstance(swaps, Swaps) else (swaps.host, swaps.disk)
+        columns = (swaps.ticket, swaps.group, *pair)
+        faults, is_move = self.faults, isinstance(swaps, Moves)
+        most = faults.late_moves if is_move else faults.late_copies
         for ticket, group, block, place in zip(*(c.tolist() for c in columns), strict=True):
             parts.setdefault(ticket, []).append((group, block, place))
         for ticket, moved in parts.items():
-            late = self.faults.rng.randint(0, self.faults.late_copies) if self.faults.late_copies else 0
-            self._copies.append(_Copy(seq + late, ticket, incoming, moved))
+            late = faults.rng.randint(0, most) if most else 0
+            fails = faults.copy_failure > 0.0 and faults.rng.random() < faults.copy_failure
+            self._copies.append(_Copy(seq + late, ticket, incoming, moved, is_move, fails))
 
-    def _finish_copies(self, seq: int) -> list[int]:
-        """Copies that are due happen now, in the order they were asked for."""
+    def _finish_copies(self, seq: int) -> tuple[list[int], list[int]]:
+        """Copies that are due happen now, in the order they were asked for: those that succeeded, and that failed."""
         due = [copy for copy in self._copies if copy.due <= seq]
         self._copies = [copy for copy in self._copies if copy.due > seq]
         for copy in due:
-            for group, block, place in copy.parts:
+            for group, block, place in copy.parts if not copy.fails else ():
+                above: Any = self._host[group] if copy.is_move else self._kv[group]
+                below = self._disk[group] if copy.is_move else self._host[group]
                 if copy.incoming:
-                    self._kv[group][block] = self._host[group].pop(place)
+                    above[block] = below[place].copy()
                 else:
-                    self._host[group][place] = self._kv[group][block].copy()
-        return [copy.ticket for copy in due]
+                    below[place] = above[block].copy()
+        failed = [copy.ticket for copy in due if copy.fails]
+        self.copies_failed += len(failed)
+        return [copy.ticket for copy in due if not copy.fails], failed
 
     def _compute(self, plan: StepPlan, tickets: list[int]) -> StepResult:
         rows = self._rows

@@ -36,8 +36,13 @@ class Coverage:
             counts["steps with 8 or more rows"] += 1
         if len(plan.block_copies.row):
             counts["copy-on-write"] += len(plan.block_copies.row)
+        counts["store"] += len(plan.store.disk)
+        counts["fetch"] += len(plan.fetch.disk)
+        counts["failed copy"] += 0 if record.result is None else len(record.result.copies_failed)
         for decision in record.decisions:
-            if decision.kind is DecisionKind.RESUME:
+            if decision.kind is DecisionKind.LOAD:
+                counts[f"load: {decision.reason.value}"] += 1
+            elif decision.kind is DecisionKind.RESUME:
                 counts["resume"] += 1
             elif decision.kind is DecisionKind.DIAL:
                 counts[f"dial: {decision.reason.value}"] += 1

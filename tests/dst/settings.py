@@ -12,6 +12,7 @@ from paceline.config.engine import (
     GroupSpec,
     KVConfig,
     LearnedSteps,
+    PreemptionCosts,
     SchedulerConfig,
     StepCosts,
 )
@@ -154,6 +155,49 @@ def draw_drafts(rng: random.Random, config: EngineConfig) -> EngineConfig:
         return config
     drafts = DraftConfig(width=rng.choice((1, 3, 3, 7)))
     return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
+
+
+def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Some engines keep prefixes in host memory and on a disk."""
+    kv, scheduler = config.kv, config.scheduler
+    plain = scheduler.mode == "continuous" and kv.enable_prefix_caching and len(kv.groups) == 1
+    if rng.random() < 0.55 or not plain:
+        return config
+    costs = scheduler.preemption_costs or PreemptionCosts(token_s=1e-2)
+    costs = replace(
+        costs,
+        token_s=rng.choice((1e-4, 1e-3, 1e-2, 1e-2)),
+        block_s=rng.choice((0.0, 1e-4, 1e-3, 1e-2)),
+        step_s=rng.choice((0.0, 2e-3)),
+        disk_block_s=rng.choice((1e-5, 1e-3, 1e-2)),
+        disk_write_s=rng.choice((0.0, 1e-3, 0.02, 1.0)),
+    )
+    return replace(
+        config,
+        kv=replace(
+            kv,
+            cache_on_host=True,
+            num_host_blocks=2 + int(kv.num_blocks * rng.choice((0.1, 0.3, 1))),
+            num_disk_blocks=int(kv.num_blocks * rng.choice((0, 3, 6))),
+        ),
+        scheduler=replace(scheduler, preemption_costs=costs),
+    )
+
+
+def more_prefixes(config: EngineConfig, traffic: Traffic) -> Traffic:
+    """Where there are levels: more beginnings than the device holds, and prompts that are long enough for them."""
+    if not config.kv.cache_on_host:
+        return traffic
+    longest = config.scheduler.max_model_len
+    return replace(
+        traffic,
+        num_prefixes=24,
+        longest_prompt=2 * longest // 3,
+        longest_output=longest // 8,
+        num_tenants=1,
+        abort=0.02,
+        reset_cache=0.002 if traffic.reset_cache else 0.0,
+    )
 
 
 def draw_traffic(rng: random.Random, config: EngineConfig) -> Traffic:

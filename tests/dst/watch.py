@@ -91,8 +91,8 @@ class AdmissionWatch:
                 )
             ),
         ]  # fmt: skip
-        for host in kv.places:
-            seen.append(host.num_free)
+        for level in kv.levels[1:]:
+            seen += (part.num_free for part in level)
         for group in kv.groups:
             pool = group.pool
             seen += (pool.refs.tobytes(), pool.num_free, len(pool.evictable), len(group.cache))
@@ -197,8 +197,8 @@ def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> Non
     held = (len(state.queue), state.rows.num_live, state.kv.fences, state.kv.tickets.open)
     if any(leftovers) or any(held):
         raise InvariantViolation("L4", "something of a request is left behind")
-    if any(host.num_free != host.num_places for host in state.kv.places):
-        raise InvariantViolation("L4", "a host place is lost")
+    if any(part.num_free != part.num_places for level in state.kv.levels[1:] for part in level):
+        raise InvariantViolation("L4", "a place on the host or the disk is lost")
     for name, client in clients.items():
         if client.ended is None:
             raise InvariantViolation("S20", f"request {name} never ended")

@@ -28,7 +28,15 @@ from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
-from tests.dst.settings import draw_config, draw_drafts, draw_pace, draw_traffic, draw_trouble
+from tests.dst.settings import (
+    draw_config,
+    draw_drafts,
+    draw_levels,
+    draw_pace,
+    draw_traffic,
+    draw_trouble,
+    more_prefixes,
+)
 from tests.dst.trees import TreeMoves, has_trees
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import DeviceFault, Faults, reference_output
@@ -56,7 +64,9 @@ class World:
         self.config = draw_steering(seed, paced)
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
-        self.traffic = traffic = draw_traffic(rng, self.config)
+        level_rng = random.Random(seed + 19)
+        self.config = draw_levels(level_rng, self.config)
+        self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
         self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=trees and has_trees(seed))
@@ -71,6 +81,9 @@ class World:
             nan_row=self.trouble.nan_row,
             late_copies=self.trouble.late_copies,
         )
+        if self.config.kv.cache_on_host:
+            faults.late_moves = level_rng.choice((0, 3, 8))
+            faults.copy_failure = level_rng.choice((0.0, 0.02, 0.1))
         self.runner = WatchedRunner(self.config, faults)
         self.engine = build_engine(
             self.config,
@@ -337,6 +350,8 @@ class World:
         rng, traffic, longest = self.rng, self.traffic, self.config.scheduler.max_model_len
         length = rng.randint(1, traffic.longest_prompt)
         shared = rng.randint(0, length)
+        if self.config.kv.cache_on_host and rng.random() < 0.8:
+            shared = length  # what was evicted is asked for again
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(1000) for _ in range(length - shared)]
         if rng.random() < 0.1:  # the same blocks after another beginning are other blocks
             prompt[0] = rng.randrange(1000)

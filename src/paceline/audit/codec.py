@@ -41,6 +41,7 @@ from paceline.core.plan import (
     BlockAppends,
     BlockCopies,
     DraftTally,
+    Moves,
     RowCopies,
     RowJoins,
     RowSpans,
@@ -59,7 +60,15 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
 NEVER_LOGGED = frozenset({"tokens", "sampling", "texts"})
-_ALIGNED = (RowJoins, RowSpans, BlockAppends, BlockCopies, RowCopies, Swaps)  # no rows: every column is empty
+_ALIGNED = (
+    RowJoins,
+    RowSpans,
+    BlockAppends,
+    BlockCopies,
+    RowCopies,
+    Swaps,
+    Moves,
+)  # no rows: every column is empty
 _FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
 _RUN = re.compile(r"(-?\d{1,10})(?:(\.\.|x)(-?\d{1,10}))?", flags=re.ASCII)
@@ -273,6 +282,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["finite"] = pack(result.finite)
     if len(result.copies_done):
         encoded["copies_done"] = result.copies_done.tolist()
+    if len(result.copies_failed):
+        encoded["copies_failed"] = result.copies_failed.tolist()
     times = result.times
     if times.start_s or times.end_s:
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
@@ -303,6 +314,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         finished=_column(value, "finished", np.full(num_rows, RUNNING_ON)).astype(np.uint8),
         finite=_column(value, "finite", np.ones(num_rows)).astype(np.bool_),
         copies_done=np.array(value.get("copies_done", []), np.int32),
+        copies_failed=np.array(value.get("copies_failed", []), np.int32),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),

@@ -167,6 +167,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
+    if decision.reason is Rule.LOADING:
+        return f"{start}part of its prompt was coming from the disk"
     if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
         return f"{start}the rows that are left are kept for tenants with less to do than its own"
     kept_for = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
@@ -177,6 +179,18 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         f"{start}{_were(decision.blocks_needed, 'block')} {what}, {_free(decision.blocks_free)}{kept}{ahead}"
         f"{waits}"
     )
+
+
+def _load(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    tokens, when = _count(decision.value, "token"), f"at step {decision.step}"
+    if decision.reason is Rule.LOAD_FAILED:
+        return f"{tokens} of KV could not be copied to the device before step {decision.step}: to be computed"
+    what = {
+        Rule.LOADS: f"{tokens} of its prompt came from host memory {when}",
+        Rule.LOADING: f"waited for {tokens} of its prompt from the disk {when}",
+    }.get(decision.reason, f"computed {tokens} of its prompt {when} that host memory has")
+    return f"{what} (expected: {decision.detail})"
 
 
 def _chunk(run: list[Decision], past: list[Decision]) -> str:
@@ -265,6 +279,7 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.EXTEND: _extend,
     DecisionKind.HOLD: _hold,
     DecisionKind.DEFER: _defer,
+    DecisionKind.LOAD: _load,
     DecisionKind.CHUNK: _chunk,
     DecisionKind.STALL: _stall,
     DecisionKind.PREEMPT: _preempt,

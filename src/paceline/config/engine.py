@@ -94,11 +94,17 @@ class KVConfig:
         choices=EVICTIONS,
     )
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
+    num_disk_blocks: int = 0  # and those that the host evicts, on a disk
 
     def __post_init__(self) -> None:
         check_options(self)
         if not self.groups:
             raise ConfigError("groups must name at least one layer group")
+        if self.cache_on_host and (not self.num_host_blocks or any(group.window for group in self.groups)):
+            raise ConfigError("cache_on_host needs num_host_blocks, and no layer group with a sliding window")
+        if self.num_disk_blocks < 0 or (self.num_disk_blocks and not self.cache_on_host):
+            raise ConfigError("num_disk_blocks must not be negative and needs cache_on_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +163,11 @@ class PreemptionCosts:
     product_s: float = 0.0  # more, for each pair of a token and one before it
     block_s: float = math.inf  # to copy a block to host memory, or back
     step_s: float = 0.02  # a step in which every row gets a token
+    disk_block_s: float = 0.0  # to read a block from the disk; 0: there is none
+    disk_write_s: float = 0.0  # from one block that is written to the disk to the next: a budget
 
     def __post_init__(self) -> None:
-        finite = (self.token_s, self.product_s, self.step_s)
+        finite = (self.token_s, self.product_s, self.step_s, self.disk_block_s, self.disk_write_s)
         if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
             raise ConfigError("what preemption costs must be numbers that are not negative")
 

@@ -115,6 +115,7 @@ class DecisionKind(StrEnum):
     FAIL = "fail"
     DIAL = "dial"  # about no request: the limits of steps were moved
     POLICY = "policy"  # about no request: others go first
+    LOAD = "load"  # of what lower levels hold of its prompt: loaded, waited for or computed
     DRAFT = "draft"  # about no request: rows may have more drafts in a step, or fewer
 
 
@@ -144,7 +145,12 @@ class Rule(StrEnum):
     SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
+    LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
+    # load
+    LOADS = "sooner than computing"
+    COMPUTES = "computing is sooner"
+    LOAD_FAILED = "copy failed"
     # preempt: for what, and what becomes of its KV
     BLOCKS_RECOMPUTE = "blocks:recompute"
     BLOCKS_SWAP = "blocks:swap"
@@ -216,6 +222,7 @@ class Decision(NamedTuple):
     |                |                                | can share (prefix)                 |                     |
     | chunk, stall   | tokens scheduled               | the one that got a block (stall)   |                     |
     | preempt        | tokens computed so far         | the one that got its place         | expected cost       |
+    | load           | tokens                         |                                    | expected, of loading|
     | finish, refuse | tokens generated; requested    |                                    |                     |
     | dial           | thousandths of the dial        |                                    | the p99 observed    |
     | draft          | most drafts of a row           |                                    |                     |

@@ -2,7 +2,8 @@
 
 Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
 before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
-block appends, swap-outs, block copies, swap-ins, then the computation.
+block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing that
+these do: a place is taken or given back only with a ticket.
 """
 
 from __future__ import annotations
@@ -116,12 +117,22 @@ class RowCopies:
 
 @value
 class Swaps:
-    """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`."""
+    """Blocks copied to or from host places. `ticket` comes back in `StepResult.copies_done`, or in `copies_failed`."""
 
     ticket: I32 = field(default_factory=_empty)
     group: I32 = field(default_factory=_empty)
     block: I32 = field(default_factory=_empty)
     place: I32 = field(default_factory=_empty)
+
+
+@value
+class Moves:
+    """Blocks copied between places of the host and of a disk. Tickets come back as those of swaps do."""
+
+    ticket: I32 = field(default_factory=_empty)
+    group: I32 = field(default_factory=_empty)
+    host: I32 = field(default_factory=_empty)
+    disk: I32 = field(default_factory=_empty)
 
 
 @value
@@ -133,7 +144,7 @@ class StepWork:
     prefill_tokens: int = 0  # tokens in spans, padding included
     prefill_context_products: int = 0  # sum over these tokens of the context each attends to
     logit_rows: int = 0  # rows that are sampled
-    swap_blocks: int = 0
+    swap_blocks: int = 0  # 0 where prefixes move too: copies then run beside steps
 
 
 # Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.
@@ -159,6 +170,7 @@ NO_TRUST.flags.writeable = False
 # Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
 NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
 NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
+NO_MOVES = Moves()
 
 
 class StepPlan(NamedTuple):
@@ -175,6 +187,8 @@ class StepPlan(NamedTuple):
     row_copies: RowCopies = NO_ROW_COPIES
     swap_out: Swaps = NO_SWAPS
     swap_in: Swaps = NO_SWAPS
+    store: Moves = NO_MOVES  # from the host to the disk
+    fetch: Moves = NO_MOVES  # from the disk to the host
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
     work: StepWork = NO_WORK
@@ -244,13 +258,15 @@ class StepResult(NamedTuple):
     count: I32  # type: ignore[assignment]
     finished: U8  # RUNNING_ON, STOPPED (a stop id) or AT_LENGTH
     finite: Bool  # False: this row's numbers are not usable
-    copies_done: I32 = EMPTY  # swap tickets completed
+    copies_done: I32 = EMPTY  # tickets of swaps and moves that have completed
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows in this result, the prompt's tokens among them
     times: StepTimes = NO_TIMES
     verified: I32 = EMPTY  # drafts computed, by row; empty: none
     predicted: I32 = EMPTY  # of these, from the prediction of the row's request; empty: none
     drafts: DraftTally | None = None
     guided: GuideWork | None = None  # None: no row had a guide
+    # Tickets whose bytes were not written, or are not what they should be.
+    copies_failed: I32 = EMPTY
 
 
 class Pending(Protocol):

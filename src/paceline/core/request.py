@@ -76,6 +76,7 @@ class Blocked:
 
     reason: BlockReason
     deadline_s: float | None
+    ticket: int = 0  # of the copy it waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,15 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
 
-    def entered(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Blocks can be hit from now on, under these names."""
+    def entered(
+        self, blocks: Sequence[int], names: Sequence[bytes], uses: Sequence[int] | None = None
+    ) -> None:
+        """Blocks can be hit from now on, under these names. `uses`: they come from another level, with so many."""
         return None
+
+    def uses(self, blocks: Blocks) -> list[int]:
+        """How often blocks were used, lately; the more, the more they are worth to a lower level."""
+        return [0] * len(blocks)
 
     def used(self, blocks: Sequence[int]) -> None:
         """A request hits these blocks; those that are free are removed next."""
@@ -90,22 +96,28 @@ class BlockPool:
         *,
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
         order: EvictionOrder | None = None,
+        has_null: bool = True,
     ) -> None:
-        assert num_blocks >= 2, "a pool needs the null block and one more"
+        assert num_blocks >= 2 or not has_null, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
-        self.usable = num_blocks - 1  # blocks that can ever be handed out
+        self.usable = num_blocks - has_null  # blocks that can ever be handed out
         self.refs = np.zeros(num_blocks, np.int32)
-        self.refs[NULL_BLOCK] = 1
+        self.refs[:has_null] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
         self.evictable: EvictionOrder = order if order is not None else LeastRecentlyFreed()
-        self.num_free = num_blocks - 1  # on the stack and waiting for eviction
+        self.num_free = self.usable  # on the stack and waiting for eviction
         self.num_evicted = 0
         self.evicted_last: deque[int] = deque(maxlen=REMEMBERED)  # for viewers
         self.withheld = 0  # free blocks kept back from outside (to shrink a pool, or to test a shortage)
         self._on_evict = on_evict
         # The lowest ids come off the stack first, so that a lightly used pool stays compact.
         self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
-        self._depth = num_blocks - 1
+        self._depth = self.usable
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks that hold nothing."""
+        return self._depth
 
     @property
     def available(self) -> int:
@@ -130,6 +142,13 @@ class BlockPool:
         if taken < count:
             evicted = self._evict(count - taken)
             blocks = np.concatenate((blocks, evicted)) if taken else evicted
+        self.refs[blocks] = 1
+        return blocks
+
+    def take_cached(self, count: int) -> Blocks:
+        """Take the `count` cached blocks that are evicted next, though others may be free."""
+        self.num_free -= count
+        blocks = self._evict(count)
         self.refs[blocks] = 1
         return blocks
 

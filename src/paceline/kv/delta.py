@@ -12,7 +12,16 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, BlockAppends, BlockCopies, Swaps
+from paceline.core.plan import (
+    NO_APPENDS,
+    NO_BLOCK_COPIES,
+    NO_MOVES,
+    NO_SWAPS,
+    BlockAppends,
+    BlockCopies,
+    Moves,
+    Swaps,
+)
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -32,6 +41,8 @@ class KVDelta:
         self.copies: list[Copy] = []
         self.swap_out: list[Swap] = []
         self.swap_in: list[Swap] = []
+        self.store: list[Swap] = []  # host and disk places instead of blocks and host places
+        self.fetch: list[Swap] = []
 
     def mark(self) -> tuple[int, int, int, int, int]:
         return (
@@ -54,7 +65,7 @@ class KVDelta:
 
     @property
     def has_copies(self) -> bool:
-        return bool(self.copies or self.swap_out or self.swap_in)
+        return bool(self.copies or self.swap_out or self.swap_in or self.store or self.fetch)
 
     def take(self) -> tuple[BlockAppends, BlockCopies, Swaps, Swaps]:
         """The plan's arrays; the delta is empty afterwards."""
@@ -72,6 +83,15 @@ class KVDelta:
         if self.swap_in:
             swap_in, self.swap_in = _swaps(self.swap_in), []
         return appends, copies, swap_out, swap_in
+
+    def take_moves(self) -> tuple[Moves, Moves]:
+        """What is to be stored and fetched; none of it is left afterwards."""
+        store, fetch = NO_MOVES, NO_MOVES
+        if self.store:
+            store, self.store = _moves(self.store), []
+        if self.fetch:
+            fetch, self.fetch = _moves(self.fetch), []
+        return store, fetch
 
 
 def _append_columns(growths: Sequence[Growth], appends: Sequence[Append]) -> I32:
@@ -103,6 +123,11 @@ def _many_appends(appends: Sequence[Append]) -> I32:
     columns[2] += np.arange(len(columns[2]), dtype=np.int32)
     columns[3] = np.concatenate(blocks)
     return columns
+
+
+def _moves(entries: Sequence[Swap]) -> Moves:
+    swaps = _swaps(entries)
+    return Moves(ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place)
 
 
 def _swaps(entries: Sequence[Swap]) -> Swaps:

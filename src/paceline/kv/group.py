@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import NULL_BLOCK, BlockPool
-from paceline.kv.prefix import PrefixCache
+from paceline.kv.block_pool import NULL_BLOCK
+from paceline.kv.level import Level
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
@@ -22,10 +22,11 @@ Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as ind
 class LayerGroup:
     """Tables, pool and prefix cache of one group. `window` None is full attention."""
 
-    def __init__(self, index: int, pool: BlockPool, cache: PrefixCache, shape: tuple[int, int]) -> None:
+    def __init__(self, index: int, device: Level, shape: tuple[int, int]) -> None:
         self.index = index
-        self.pool = pool
-        self.cache = cache
+        self.device = device
+        self.pool = device.pool
+        self.cache = device.cache
         self.window: int | None = None
         self.table: Blocks = np.zeros(shape, np.int64)
         # One array behind the columns of rows, so that a picture of them is one copy.
@@ -126,13 +127,7 @@ class LayerGroup:
 
     def find(self, keys: Sequence[BlockKey], limit: int) -> list[int]:
         """Cached blocks for the longest beginning of `keys`, at most `limit`."""
-        blocks: list[int] = []
-        for key in keys[:limit]:
-            block = self.cache.find(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return self.device.find(keys[:limit])
 
     def find_window(self, keys: Sequence[BlockKey], length: int, block_size: int) -> tuple[int, list[int]]:
         """Longest prefix of at most `length` blocks whose last window is cached: its length and those blocks."""
@@ -204,7 +199,4 @@ class LayerGroup:
     def quarantine(self, row: int) -> None:
         """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""
         start = max(int(self.computed_from[row]), int(self.first[row]))
-        for block in self.table[row, start : int(self.held[row])].tolist():
-            if self.pool.cached[block]:
-                self.cache.drop(block)
-                self.pool.forget(block)
+        self.device.forget(self.table[row, start : int(self.held[row])])

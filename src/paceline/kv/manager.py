@@ -28,7 +28,7 @@ on the free list is part of what a replay repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,17 +36,15 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import Capacity, GroupSpec, KVConfig
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import BlockPool, EvictionOrder, LeastRecentlyFreed
+from paceline.kv.block_pool import BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
-from paceline.kv.prefix import PrefixCache
-from paceline.kv.reuse import ReuseOrder
-from paceline.kv.swap import HostPlacePool, Ticket, Tickets
+from paceline.kv.level import Level, PoolMaker, make_order
+from paceline.kv.swap import Ticket, Tickets
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 Needs = tuple[int, ...]  # blocks per group
-PoolMaker = Callable[..., BlockPool]
 NO_BLOCKS: Blocks = np.zeros(0, np.int64)
 
 
@@ -97,7 +95,17 @@ class KVManager:
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
         self.windowed = [group for group in self.groups if group.window is not None]
-        self.places = [HostPlacePool(config.num_host_blocks) for _ in self.groups]
+        # By level, the part of each group: the device, host memory, a disk.
+        self.levels = [[group.device for group in self.groups]]
+        for count in (config.num_host_blocks, config.num_disk_blocks):
+            kept = count if config.cache_on_host else 0  # for prefixes; swapped requests need no order
+            orders = [make_order(config, kept, self.block_time) for _ in self.groups]
+            self.levels.append([Level(count, order=order) for order in orders])
+        self.places = self.levels[1]
+        self.keeps_below = config.cache_on_host and self.caching  # prefixes that the device evicts
+        self.fetching: dict[
+            bytes, float
+        ] = {}  # names of blocks that come from the disk, and when they should be here
         self.tickets = Tickets()
         self.delta = KVDelta()
         self.fences: list[Fence] = []
@@ -167,7 +175,7 @@ class KVManager:
         for fence in self.fences:
             leaving[fence.group].append(fence.blocks)
         for ticket in self.tickets.open.values():
-            if not ticket.incoming:
+            if not ticket.incoming and not ticket.level:
                 for index, blocks in enumerate(ticket.blocks):
                     leaving[index].append(blocks)
         least: int | None = None
@@ -255,13 +263,16 @@ class KVManager:
         for group in self.groups:
             group.quarantine(row)
 
-    def reset_cache(self) -> None:
-        """Forget every cached prefix; blocks in use stay in use."""
+    def reset_cache(self, *, below: bool = True) -> None:
+        """Forget every cached prefix, `below` the device and on the way there too; blocks in use stay in use."""
         self.settle()
-        for group in self.groups:
-            for block in list(group.cache.entries()):
-                group.cache.drop(block)
-                group.pool.forget(block)
+        for level in self.levels if below else self.levels[:1]:
+            for part in level:
+                part.forget(np.array(list(part.cache.entries()), np.int64))
+        if below:
+            for ticket in self.tickets.open.values():
+                if ticket.keys is not None:
+                    ticket.keys = tuple(() for _ in self.groups)
 
     # -- growing -------------------------------------------------------------------------------------------
 
@@ -401,7 +412,7 @@ class KVManager:
     def drop_places(self, places: tuple[Blocks, ...], owner: int) -> None:
         """A swapped request ends: its places go back now, or when the copy into them has completed."""
         for ticket in self.tickets.open.values():
-            if ticket.owner == owner:
+            if ticket.owner == owner and ticket.keys is None:
                 ticket.free_places = True
                 return
         for host, place in zip(self.places, places, strict=True):
@@ -409,18 +420,38 @@ class KVManager:
 
     def is_moving(self, owner: int) -> bool:
         """Whether a swap of this request is under way."""
-        return any(ticket.owner == owner for ticket in self.tickets.open.values())
+        tickets = self.tickets.open.values()
+        return any(ticket.owner == owner and ticket.keys is None for ticket in tickets)
 
-    def complete_ticket(self, number: int) -> Ticket | None:
-        """A swap has completed; late word of an unknown ticket is ignored."""
+    def complete_ticket(self, number: int, *, failed: bool = False) -> Ticket | None:
+        """A copy has completed, or will not; late word of an unknown ticket is ignored."""
         ticket = self.tickets.open.pop(number, None)
-        if ticket is not None:
-            for group, blocks in zip(self.groups, ticket.blocks, strict=True):
-                group.pool.release(blocks)
-            if ticket.free_places:
-                for host, place in zip(self.places, ticket.places, strict=True):
-                    host.give_back(place)
+        if ticket is None:
+            return None
+        if ticket.keys is not None:
+            self._arrive(ticket, failed)
+        for part, blocks in zip(self.levels[ticket.level], ticket.blocks, strict=True):
+            part.give_back(blocks)
+        if ticket.free_places:
+            for part, places in zip(self.levels[ticket.level + 1], ticket.places, strict=True):
+                part.give_back(places)
         return ticket
+
+    def _arrive(self, ticket: Ticket, failed: bool) -> None:
+        """Prefixes were copied to another level: they can be hit there now. What a row loads, the row publishes."""
+        assert ticket.keys is not None
+        target = ticket.level + (not ticket.incoming)
+        for index, part in enumerate(self.levels[target]):
+            keys, below = ticket.keys[index], self.levels[ticket.level + 1][index]
+            if ticket.level and ticket.incoming:
+                for key in keys:
+                    self.fetching.pop(key.key, None)
+            if failed and ticket.incoming:
+                below.forget(ticket.places[index])  # it does not hold what it should
+            elif not failed and target and keys:
+                part.enter(
+                    (ticket.blocks if ticket.incoming else ticket.places)[index], keys, ticket.uses[index]
+                )
 
     # -- letting go ----------------------------------------------------------------------------------------
 
@@ -455,8 +486,10 @@ class KVManager:
         self.completed = self.submitted + 1  # copies planned for the next step will not happen either
         self.settle()
         self.completed = self.submitted
-        for number in list(self.tickets.open):
+        for number, ticket in list(self.tickets.open.items()):
+            ticket.keys = None if ticket.keys is None else tuple(() for _ in self.groups)
             self.complete_ticket(number)
+        self.fetching.clear()
 
     def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
         if len(blocks):
@@ -471,16 +504,8 @@ def _make_group(
     make_pool: PoolMaker,
     time: BlockTime,
 ) -> LayerGroup:
-    cache = PrefixCache()
     num_blocks = spec.num_blocks or config.num_blocks
-
-    def evict(blocks: list[int]) -> None:
-        pool.evictable.evicted(blocks, [cache.drop(block) for block in blocks])
-
-    order: EvictionOrder = LeastRecentlyFreed()
-    if config.eviction == "reuse" and config.enable_prefix_caching:
-        order = ReuseOrder(num_blocks, time)
-    pool = make_pool(num_blocks, on_evict=evict, order=order)
-    group = LayerGroup(index, pool, cache, shape)
+    device = Level(num_blocks, order=make_order(config, num_blocks, time), make_pool=make_pool)
+    group = LayerGroup(index, device, shape)
     group.window = spec.window
     return group

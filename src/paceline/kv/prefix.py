@@ -47,11 +47,11 @@ class PrefixCache:
                 entered.append(block)
         return entered
 
-    def drop(self, block: int) -> bytes:
-        """A block's content is about to go; returns the name it stood under."""
-        name = self._key_of.pop(block).key
-        del self._block_of[name]
-        return name
+    def drop(self, block: int) -> BlockKey:
+        """A block's content is about to go; returns the key it stood under."""
+        key = self._key_of.pop(block)
+        del self._block_of[key.key]
+        return key
 
     def named(self, name: bytes) -> int | None:
         """The block under a name."""

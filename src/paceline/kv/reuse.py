@@ -135,13 +135,21 @@ class ReuseOrder(EvictionOrder):
 
     # -- what happens to blocks ----------------------------------------------------------------------------
 
-    def entered(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Computed blocks can be hit from now on."""
-        if self._new_blocks and self._new_us != self._time.now_us:
+    def entered(
+        self, blocks: Sequence[int], names: Sequence[bytes], uses: Sequence[int] | None = None
+    ) -> None:
+        """Computed blocks can be hit from now on, or blocks that were copied from another level, with their uses."""
+        if self._new_blocks and (uses is not None or self._new_us != self._time.now_us):
             self._take_in()
         self._new_us = self._time.now_us
         self._new_blocks += blocks
         self._new_names += names
+        if uses is not None:
+            self._take_in()
+            self._blocks.uses[blocks] = uses
+
+    def uses(self, blocks: Blocks) -> list[int]:
+        return self._blocks.left(blocks, self._time.now_us).tolist()  # type: ignore[no-any-return]
 
     def used(self, blocks: Sequence[int]) -> None:
         """A request hits blocks, free ones and such as other rows hold."""

@@ -47,7 +47,8 @@ def start_over(state: SchedulerState) -> None:
     """No result will come for the steps under way: bring every request back to where it can compute again."""
     state.counters.failed_steps += 1
     kv = state.kv
-    copying_out = [ticket.owner for ticket in kv.tickets.open.values() if not ticket.incoming]
+    swaps = [ticket for ticket in kv.tickets.open.values() if ticket.keys is None]
+    copying_out = [ticket.owner for ticket in swaps if not ticket.incoming]
     took_part = {row for flight in state.flights for row, _, _ in flight.spans}
     for flight in state.flights:
         took_part.update(np.flatnonzero(flight.mask).tolist())
@@ -62,8 +63,8 @@ def start_over(state: SchedulerState) -> None:
     for owner in copying_out:
         request = state.requests.get(RequestId(owner))
         if request is not None and request.host_places:
-            _forget_places(state, request)
-    kv.reset_cache()
+            forget_places(state, request)
+    kv.reset_cache(below=False)  # what has arrived there was computed by steps that did not fail
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
 
@@ -96,7 +97,7 @@ def _restart(state: SchedulerState, row: int, took_part: bool) -> None:
     state.enqueue(request)
 
 
-def _forget_places(state: SchedulerState, request: Request) -> None:
+def forget_places(state: SchedulerState, request: Request) -> None:
     """A copy to the host may not have happened: what it held is computed again."""
     state.kv.drop_places(request.host_places, request.id)
     request.host_places = ()

@@ -45,6 +45,7 @@ from paceline.core.request import (
 )
 from paceline.core.tree import Tree, TreeLimits
 from paceline.kv.manager import KVManager
+from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.dial.engine_dial import Dial
@@ -178,6 +179,7 @@ class SchedulerState:
         self.orders: dict[RequestId, int] = {}  # place in the order of arrival
         self.wishes = Wishes(kv)
         self.queue = WaitingQueue(self.wishes)
+        self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
         self.accounting = TenantAccounting(policy, self.queue)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)

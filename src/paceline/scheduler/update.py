@@ -12,11 +12,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import LogprobEvent, TokenEvents
+from paceline.core.events import DecisionKind, LogprobEvent, Rule, TokenEvents
 from paceline.core.fast import all_set, any_set, count_set, has_either, total
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
-from paceline.core.request import FinishReason, Request, RequestState
+from paceline.core.request import FinishReason, Request, RequestId, RequestState
+from paceline.kv.swap import NO_OWNER, Ticket
 from paceline.scheduler import steering
+from paceline.scheduler.recovery import forget_places
 from paceline.scheduler.state import Flight, SchedulerState, caught_up
 
 Index = NDArray[np.int64]
@@ -31,7 +33,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
     rows.complete(result.seq)
     if len(result.copies_done):
         for ticket in result.copies_done.tolist():
-            _swap_done(state, ticket)
+            _copy_done(state, ticket)
+    for ticket in result.copies_failed.tolist() if len(result.copies_failed) else ():
+        copy_failed(state, ticket)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     if not all_set(current):
@@ -218,16 +222,54 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
     return failed
 
 
-def _swap_done(state: SchedulerState, number: int) -> None:
-    """A swap has completed; a request that was coming back runs again."""
+def _copy_done(state: SchedulerState, number: int) -> None:
+    """A copy has completed; a request that was coming back, or loading, runs."""
     ticket = state.kv.complete_ticket(number)
-    if ticket is None or not ticket.incoming:
+    request = None if ticket is None else _waits_for(state, ticket, number)
+    if ticket is None or request is None:
         return
-    request = state.requests.get(ticket.owner)  # type: ignore[call-overload]
-    if request is not None and request.state is RequestState.BLOCKED:
-        request.blocked = None
-        request.move(RequestState.RUNNING)
-        state.prefilling[request.id] = request
+    request.blocked = None
+    request.move(RequestState.RUNNING)
+    state.prefilling[request.id] = request
+    if ticket.keys is None:
+        return
+    computed, size = state.rows.computed.item(request.row), state.kv.block_size
+    try:
+        state.kv.publish(request.row, request.keys, computed)
+    except Exception as error:
+        state.fail(request, error)
+        return
+    state.tiers.loaded(ticket)
+    if state.computing:
+        state.computed_keys(request, 0, computed // size)
+
+
+def copy_failed(state: SchedulerState, number: int) -> None:
+    """What was copied is not there: a request that needs it computes it again."""
+    ticket = state.kv.complete_ticket(number, failed=True)
+    if ticket is None or ticket.owner == NO_OWNER:
+        return
+    request = _waits_for(state, ticket, number)
+    if request is not None:
+        tokens = len(ticket.blocks[0]) * state.kv.block_size
+        state.decide(DecisionKind.LOAD, request, Rule.LOAD_FAILED, tokens)
+        request.num_cached = max(0, request.num_cached - tokens)
+        request.blocked, request.reserved, request.num_computed = None, False, 0
+        state.kv.release(request.row)
+        state.leave_row(request)
+        state.enqueue(request)
+    elif not ticket.incoming:  # a request that was swapped out
+        request = state.requests.get(RequestId(ticket.owner))
+        if request is not None and request.host_places:
+            forget_places(state, request)
+
+
+def _waits_for(state: SchedulerState, ticket: Ticket, number: int) -> Request | None:
+    """The request that is blocked until this copy is here."""
+    request = state.requests.get(RequestId(ticket.owner))
+    if request is None or request.blocked is None or request.blocked.ticket != number:
+        return None
+    return request
 
 
 def _numerical_error(state: SchedulerState, request: Request) -> None:

@@ -194,6 +194,7 @@ def test_results_come_back_as_they_were() -> None:
         finished=np.array([0, 0, STOPPED, 0], np.uint8),
         finite=np.array([True, False, True, True]),
         copies_done=i32([4, 2]),
+        copies_failed=i32([3]),
         times=StepTimes(start_s=0.1, end_s=0.3),
     )
     for known in ([1, 5, 1, 2], [1, 5, 1, 1]):  # as the joins said, and not
@@ -202,7 +203,7 @@ def test_results_come_back_as_they_were() -> None:
         encoded = encode_result(given, generations)
         assert ("generation" in encoded) == (known[3] == 1)
         back = decode_result(encoded, 3, generations)
-        for name in ("rows", "generation", "count", "finished", "finite", "copies_done"):
+        for name in ("rows", "generation", "count", "finished", "finite", "copies_done", "copies_failed"):
             column = getattr(back, name)
             assert column.tolist() == getattr(given, name).tolist()
             assert column.dtype == getattr(given, name).dtype

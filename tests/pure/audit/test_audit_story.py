@@ -52,6 +52,24 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
             "had to wait at step 7: request 17 was computing a beginning that it can share",
         ),
         (
+            decided(DecisionKind.DEFER, Rule.LOADING, 0, 7, 1.0, 9),
+            "had to wait at step 7: part of its prompt was coming from the disk",
+        ),
+        (
+            decided(DecisionKind.LOAD, Rule.LOADS, 1024, 7, 1.0, detail="load 41.0 ms, compute 310.0 ms"),
+            "1,024 tokens of its prompt came from host memory at step 7 "
+            "(expected: load 41.0 ms, compute 310.0 ms)",
+        ),
+        (
+            decided(DecisionKind.LOAD, Rule.COMPUTES, 64, 7, 1.0, detail="load 41.0 ms, compute 3.0 ms"),
+            "computed 64 tokens of its prompt at step 7 that host memory has "
+            "(expected: load 41.0 ms, compute 3.0 ms)",
+        ),
+        (
+            decided(DecisionKind.LOAD, Rule.LOAD_FAILED, 64, 7, 1.0),
+            "64 tokens of KV could not be copied to the device before step 7: to be computed",
+        ),
+        (
             decided(DecisionKind.PREEMPT, Rule.BLOCKS_RECOMPUTE, 512, 812, 1.0, 9, 2, 3, 40),
             "was preempted at step 812 for request 40: 2 blocks were free, 3 more needed "
             "(512 tokens of KV to be recomputed)",
@@ -86,7 +104,7 @@ def test_a_decision_as_a_sentence(decision: Decision, sentence: str) -> None:
     told = story([decision])
     assert told[-1] == sentence
     begins = decision.kind in (DecisionKind.ADMIT, DecisionKind.DEFER, DecisionKind.REFUSE, DecisionKind.FORK)
-    assert len(told) == (1 if begins or decision.kind is DecisionKind.FAIL else 2)
+    assert len(told) == (1 if begins or decision.kind in (DecisionKind.FAIL, DecisionKind.LOAD) else 2)
 
 
 def test_a_story_that_has_lost_its_beginning_says_so() -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from paceline.config.engine import GroupSpec
-from paceline.kv.swap import HostPlacePool, Tickets
+from paceline.kv.level import Level
+from paceline.kv.swap import Tickets
 from tests.pure.kv.kv_helpers import (
     FULL,
     check_conservation,
@@ -19,7 +20,7 @@ from tests.pure.kv.kv_helpers import (
 
 
 def test_places_are_taken_and_given_back() -> None:
-    places = HostPlacePool(4)
+    places = Level(4)
     taken = places.take(3)
     assert len(set(taken.tolist())) == 3 and places.num_free == 1
     places.give_back(taken)

@@ -1,9 +1,11 @@
-"""Ways to break what holds of requests that take the places of others, of paused ones, and of trees."""
+"""Ways to break what holds of requests that take the places of others, of paused ones, of trees, and of levels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId, RequestState
 from paceline.core.tree import Tree, TreeLimits
@@ -126,3 +128,56 @@ def tree_of(planned: PlannedState) -> Tree:
     found = planned.bench.request(RequestId(1)).tree
     assert found is not None
     return found
+
+
+def loading() -> PlannedState:
+    """The last request loads its prompt from the host, where a disk is below."""
+    costs = PreemptionCosts(token_s=1e-2, block_s=1e-4, step_s=0.0, disk_block_s=1e-3, disk_write_s=0.5)
+    options: dict[str, Any] = {
+        "num_host_blocks": 64,
+        "num_disk_blocks": 64,
+        "cache_on_host": True,
+        "eviction": "lru",
+    }
+    bench = Bench(engine_config(**options, preemption_costs=costs))
+    for start in (0, *range(50, 70)):
+        bench.add(prompt(17, start), 2)
+        bench.run()
+    bench.add(prompt(17), 2)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("places_are_free_or_held", loading)
+def a_place_is_free_while_it_is_read(planned: PlannedState) -> None:
+    ticket = next(each for each in planned.kv.tickets.open.values() if each.incoming)
+    planned.kv.places[0].give_back(ticket.places[0])
+
+
+@breaks("a_copy_has_its_target_alone", loading)
+def two_copies_write_one_block(planned: PlannedState) -> None:
+    tickets = planned.kv.tickets
+    tickets.issue(next(iter(tickets.open.values())))
+
+
+@breaks("nothing_is_hit_before_it_is_there", loading)
+def a_block_is_cached_while_it_is_loaded(planned: PlannedState) -> None:
+    ticket = next(each for each in planned.kv.tickets.open.values() if each.incoming)
+    planned.pool.cached[ticket.blocks[0][0]] = True
+
+
+@breaks("no_request_waits_for_a_level_too_long", loading)
+def a_request_waits_for_the_disk_for_ever(planned: PlannedState) -> None:
+    admission, number = planned.bench.scheduler.composer.admission, next(iter(planned.state.requests))
+    admission.loading.waiting.append(number)
+    admission.loading.until_s[number] = planned.state.now_s, 1e9
+
+
+@breaks("writes_stay_within_their_budget", loading)
+def more_is_written_than_the_disk_may_take(planned: PlannedState) -> None:
+    planned.stored = 1000
+
+
+@breaks("a_load_is_sooner_than_computing", loading)
+def what_is_dear_is_loaded(planned: PlannedState) -> None:
+    number = next(iter(planned.state.requests))
+    planned.decisions.append(Decision(DecisionKind.LOAD, number, Rule.LOADS, 4, seconds=9.0))

@@ -32,6 +32,7 @@ class PlannedState:
         self.in_flight: list[BlocksInUse] = []
         self.backlog: dict[int, float] = {}
         self.displaced: dict[RequestId, int] = {}
+        self.stored = 0  # blocks written to the disk so far
 
     def row(self, number: int) -> int:
         return self.state.requests[RequestId(number)].row
@@ -42,6 +43,7 @@ class PlannedState:
         context.decisions = self.decisions
         context.backlog = self.backlog
         context.displaced = self.displaced
+        context.stored = self.stored
         orders = self.state.orders
         context.arrived = {r.id: (r.arrival_s, orders[r.id]) for r in self.state.requests.values()}
         mine = [entry for entry in INVARIANTS if self.state.config.mode in entry.modes]

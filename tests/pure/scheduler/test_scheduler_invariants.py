@@ -110,12 +110,12 @@ def more_is_promised_than_is_free(planned: PlannedState) -> None:
     planned.group.reserved = planned.pool.num_free + 1
 
 
-@breaks("host_places_are_free_or_taken_once")
+@breaks("places_are_free_or_held")
 def a_host_place_is_lost(planned: PlannedState) -> None:
     planned.kv.places[0].take(1)
 
 
-@breaks("host_places_are_free_or_taken_once")
+@breaks("places_are_free_or_held")
 def a_host_place_is_given_back_twice(planned: PlannedState) -> None:
     planned.kv.places[0].give_back(np.array([3]))
 

@@ -126,6 +126,23 @@ class SimOptions(CheckedOptions):
         panel="Deployment",
         metavar="ORDER[,ORDER...]",
     )
+    host_kv_gib: float = option(
+        0.0,
+        "GiB of host memory for prefixes that the device evicts; adds a column without them",
+        low=0.0,
+        high=1e6,
+        panel="Deployment",
+    )
+    disk_kv_gib: float = option(
+        0.0,
+        "GiB of disk for prefixes that the host evicts",
+        low=0.0,
+        high=1e6,
+        panel="Deployment",
+    )
+    disk_gbps: float = option(
+        3.0, "GB a second that the disk reads; half of it for writing", low=1e-3, high=1e3, panel="Deployment"
+    )
     model: str = option("llama-3.1-8b", "shape of the model", basic=True, panel="Deployment")
     device: str = option("h200", "device of each replica", basic=True, panel="Deployment")
     cost_model: str = option(

@@ -25,6 +25,7 @@ from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.cost_files import load_cost_model
+from paceline.lab.sim.settings import LowerLevels
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.server.live.recording import Recording
 
 BELADY = "belady"
+GIB = 1 << 30
 SLO_NAMES = ("ttft", "itl", "e2e")
 
 
@@ -79,12 +81,12 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     loads = _loads(options)
     several = sum(load.requested for load in loads) > 1
     runs = []
-    for series, chosen, clairvoyant in compared:
+    for series, chosen, clairvoyant, levels in compared:
         for load in loads:
             label = rate_label(series, load.rate) if several or not load.requested else series
             config = SimConfig(
                 machine=machine,
-                engine=engine_config(machine, load.workload, {**engine, **chosen}, drafts),
+                engine=engine_config(machine, load.workload, {**engine, **chosen}, drafts, levels),
                 clairvoyant=clairvoyant,
                 num_replicas=options.replicas,
                 router=options.router,
@@ -123,8 +125,9 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     return runs
 
 
-def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool]]:
-    """What each column of results shows: its name, the engine's options, and whether it knows what will arrive."""
+def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool, LowerLevels | None]]:
+    """What each column of results shows: its name, the engine's options, whether it knows what will arrive, and the
+    levels below the device. Where there are any, the first column is without them."""
     modes = split_list(options.modes, "--mode")
     orders = split_list(options.evictions, "--eviction")
     for order in orders:
@@ -132,15 +135,28 @@ def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool]]:
             raise InputError(
                 f"--eviction '{order}' is not known; the orders are {', '.join((*EVICTIONS, BELADY))}"
             )
-    found = []
+    levels = _levels(options)
+    found: list[tuple[str, dict[str, str], bool, LowerLevels | None]] = []
     for mode in modes:
         for order in orders:
             names = ([mode] if len(modes) > 1 or len(orders) == 1 else []) + (
                 [order] if len(orders) > 1 else []
             )
             eviction = "reuse" if order == BELADY else order
-            found.append((" ".join(names), {"mode": mode, "eviction": eviction}, order == BELADY))
+            chosen = {"mode": mode, "eviction": eviction}
+            if levels is not None and not found:
+                found.append((f"{order} alone", chosen, order == BELADY, None))
+            found.append((" ".join(names), chosen, order == BELADY, levels))
     return found
+
+
+def _levels(options: SimOptions) -> LowerLevels | None:
+    levels = LowerLevels(
+        host_bytes=options.host_kv_gib * GIB,
+        disk_bytes=options.disk_kv_gib * GIB,
+        disk_bytes_s=options.disk_gbps * 1e9,
+    )
+    return levels if levels.host_bytes else None
 
 
 def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:

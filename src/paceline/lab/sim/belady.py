@@ -44,7 +44,9 @@ class Belady(EvictionOrder):
         self._number: dict[int, int] = {}
         self._last = 0
 
-    def entered(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def entered(
+        self, blocks: Sequence[int], names: Sequence[bytes], uses: Sequence[int] | None = None
+    ) -> None:
         self._names.update(zip(blocks, names, strict=True))
         self.used(blocks)
 

@@ -27,7 +27,7 @@ from paceline.lab.measure import Meter, StepMeter
 from paceline.lab.sim.belady import Arrivals, pools_with
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
-from paceline.lab.sim.runner import SimulatedDrafts, TimedRunner
+from paceline.lab.sim.runner import Links, SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
 from paceline.scheduler.invariants import InvariantChecker
 
@@ -91,6 +91,7 @@ class Replica:
             drafts=_drafts_of(config),
             seed=config.seed,
         )
+        self.runner.links = _links_of(config)
         self.engine = build_engine(
             config.engine,
             self.runner,
@@ -200,3 +201,11 @@ def _drafts_of(config: SimConfig) -> SimulatedDrafts | None:
         return None
     drafts = config.engine.scheduler.drafts
     return SimulatedDrafts(config.acceptance, () if drafts is None else drafts.sizes)
+
+
+def _links_of(config: SimConfig) -> Links | None:
+    """Links that copies run over beside steps, where prefixes are kept below the device."""
+    costs = config.engine.scheduler.preemption_costs
+    if costs is None or not config.engine.kv.cache_on_host:
+        return None
+    return Links(costs.block_s, costs.disk_block_s)

@@ -31,6 +31,7 @@ from paceline.core.plan import (
 from paceline.costs.model import CostModel, StepShape
 from paceline.lab.sim.acceptance import Acceptance
 
+LOOK_S = 0.002  # that a step without tokens waits for a copy
 I32 = NDArray[np.int32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Column = NDArray[np.int64]
@@ -44,6 +45,13 @@ class SimulatedDrafts(NamedTuple):
     # Tokens of steps with drafts, as of a GPU: such a step takes as long as the next larger size, whatever it has of
     # that. Empty: it takes what its tokens take.
     sizes: tuple[int, ...] = ()
+
+
+class Links(NamedTuple):
+    """What it takes to copy a block, beside the steps: over the link to the host, each way, and from or to the disk."""
+
+    host_block_s: float
+    disk_block_s: float
 
 
 class _Drafted(NamedTuple):
@@ -87,6 +95,11 @@ class TimedRunner:
         self._acceptance = None if drafts is None else drafts.acceptance
         self._draft_sizes = () if drafts is None else drafts.sizes
         self._seed = seed
+        self.links: Links | None = (
+            None  # over which copies run beside steps; None: swaps are part of their step
+        )
+        self._link_free_s = [0.0, 0.0, 0.0]  # out, in, disk: when each has done everything it was given
+        self._copying: list[tuple[float, int]] = []  # when each copy ends, and its ticket
         self._since_drafts = 0  # steps
         self._trust = [0.0] * DRAFT_KINDS
         self._free_s = 0.0  # when the device has done everything it was given
@@ -112,6 +125,7 @@ class TimedRunner:
         assert full.full
         self._decoding[:] = False
         self._decode_rows, self._unsettled = EMPTY, 0
+        self._copying = []
         self._next_seq = full.seq + 1
         self._take_over(full)
 
@@ -125,7 +139,13 @@ class TimedRunner:
         start_s = max(self._clock.now(), self._free_s)
         num_drafts = 0 if drafted is None else drafted.computed
         seconds = self._cost.step_seconds(step_shape(plan.work, self._block_bytes, num_drafts))
-        end_s = self._free_s = start_s + seconds * self._stretch(plan.work.prefill_tokens > 0)
+        seconds *= self._stretch(plan.work.prefill_tokens > 0)
+        if self.links is not None:
+            self._start_copies(plan, start_s, self.links)
+            if not (plan.work.decode_rows or plan.work.prefill_tokens) and self._copying:
+                # It is there to bring tickets back: until the next one, or for a moment.
+                seconds = min(max(min(self._copying)[0] - start_s, 0.0), LOOK_S)
+        end_s = self._free_s = start_s + seconds
         self.observe(plan, start_s, end_s)
         return _Pending(self, self._compute(plan, StepTimes(start_s=start_s, end_s=end_s), drafted))
 
@@ -134,6 +154,31 @@ class TimedRunner:
         self._clock.advance_to(result.times.end_s)
         self.num_completed += 1
         return result
+
+    def _start_copies(self, plan: StepPlan, start_s: float, links: Links) -> None:
+        """Copies run beside steps, those of one link one after another."""
+        for tickets, link in (
+            (plan.swap_out.ticket, 0),
+            (plan.swap_in.ticket, 1),
+            (plan.store.ticket, 2),
+            (plan.fetch.ticket, 2),
+        ):
+            if len(tickets):
+                block_s = links.disk_block_s if link == 2 else links.host_block_s
+                for ticket, count in zip(*np.unique(tickets, return_counts=True), strict=True):
+                    end_s = max(self._link_free_s[link], start_s) + int(count) * block_s
+                    self._link_free_s[link] = end_s
+                    self._copying.append((end_s, int(ticket)))
+
+    def _copied(self, plan: StepPlan, end_s: float) -> I32:
+        """Tickets that come back with a step which ends at `end_s`."""
+        if self.links is None:
+            return _tickets(plan)
+        if not self._copying:
+            return EMPTY
+        done = [ticket for done_s, ticket in self._copying if done_s <= end_s]
+        self._copying = [copy for copy in self._copying if copy[0] > end_s]
+        return np.array(done, np.int32)
 
     def _take_over(self, plan: StepPlan) -> None:
         """Follow the plan's changes of rows."""
@@ -241,7 +286,7 @@ class TimedRunner:
             count=count,
             finished=finished,
             finite=self._finite[: len(rows)],
-            copies_done=_tickets(plan),
+            copies_done=self._copied(plan, times.end_s),
             times=times,
             verified=_by_row(drafted, len(rows), plan.draft_width > 0 and bool(self._draft_sizes)),
             drafts=None if drafted is None else drafted.tally,

@@ -147,8 +147,28 @@ def host_costs(cost: CostModel, host_step_s: float | None = None) -> dict[str, A
     return {**known, "host_step_s": fallback_s if host_step_s is None else host_step_s}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerLevels:
+    """Memory and a disk that keep prefixes below the device."""
+
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    disk_bytes_s: float = 3e9
+    write_share: float = 0.5  # of what the disk can do, for writing
+
+    def __post_init__(self) -> None:
+        if self.disk_bytes and not self.host_bytes:
+            raise InputError(
+                "--disk-kv-gib: a disk is read and written through host memory; give --host-kv-gib too"
+            )
+
+
 def engine_config(
-    machine: Machine, workload: Workload, given: Mapping[str, object], drafts: DraftConfig | None = None
+    machine: Machine,
+    workload: Workload,
+    given: Mapping[str, object],
+    drafts: DraftConfig | None = None,
+    levels: LowerLevels | None = None,
 ) -> EngineConfig:
     """An engine for `machine`: the options that are given, and for the rest what suits machine and workload.
 
@@ -186,6 +206,15 @@ def engine_config(
     block_bytes = kv.block_size * machine.kv_bytes_per_token
     rows = max(1, min(scheduler.max_num_seqs, slots // max(1, int(lengths.mean()) if len(lengths) else 1)))
     costs = preemption_costs(machine.cost, block_bytes=block_bytes, num_rows=rows)
+    if levels is not None and levels.host_bytes:
+        kv = replace(
+            kv,
+            cache_on_host=True,
+            num_host_blocks=max(1, int(levels.host_bytes / block_bytes)),
+            num_disk_blocks=int(levels.disk_bytes / block_bytes),
+        )
+        disk_block_s = block_bytes / levels.disk_bytes_s
+        costs = replace(costs, disk_block_s=disk_block_s, disk_write_s=disk_block_s / levels.write_share)
     scheduler = replace(scheduler, preemption_costs=costs)
     if drafts is not None:
         with_seconds = _with_sizes if machine.is_gpu else _with_line

@@ -11,7 +11,6 @@ from paceline.scheduler.invariants.half_steps import Frames, first_true, in_time
 from paceline.scheduler.invariants.registry import (
     BLOCKS,
     CHANGES,
-    HOST,
     PLANNED,
     CheckContext,
     Findings,
@@ -154,25 +153,6 @@ def promised_blocks_are_there(frames: Frames) -> Findings:
             if picture.reserved > picture.num_free:
                 promise = f"{picture.reserved} blocks are promised, {picture.num_free} are free"
                 yield int(frames.step_of[at]), f"group {group.group.index}: {promise}"
-
-
-@invariant("S4h", moment=HOST)
-def host_places_are_free_or_taken_once(context: CheckContext) -> str | None:
-    state = context.scheduler.state
-    kv = state.kv
-    for index, host in enumerate(kv.places):
-        if not host.num_places:
-            continue
-        taken = [np.array(host.free_places(), np.int64)]
-        owners = {r.id: r.host_places[index] for r in state.requests.values() if r.host_places}
-        for ticket in kv.tickets.open.values():
-            if ticket.free_places or ticket.owner not in owners:
-                taken.append(ticket.places[index])
-        taken += list(owners.values())
-        counts = np.bincount(np.concatenate(taken), minlength=host.num_places)
-        if (counts != 1).any():
-            return f"host place {int((counts != 1).argmax())} is taken {int(counts[(counts != 1).argmax()])} times"
-    return None
 
 
 @sweep("S15", moment=BLOCKS)

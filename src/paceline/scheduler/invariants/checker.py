@@ -9,9 +9,9 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import StepPlan, StepResult, Swaps
+from paceline.core.plan import StepPlan, StepResult, StepWork, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, fairness, progress, rows_and_requests
+from paceline.scheduler.invariants import blocks, fairness, levels, progress, rows_and_requests
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SEVERAL,
@@ -38,7 +38,7 @@ from paceline.scheduler.invariants.registry import (
 from paceline.scheduler.scheduler import Scheduler
 
 # Importing them fills the registry.
-_PARTS = (blocks, fairness, progress, rows_and_requests)
+_PARTS = (blocks, fairness, levels, progress, rows_and_requests)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
@@ -85,6 +85,8 @@ class InvariantChecker:
         if scheduler.state.mode.keeps_finished:
             self._padding = -(-config.max_num_seqs * 2 * config.max_model_len // budget)
         self._seen_decisions = 0
+        self._stored = 0
+        self._since_s: float | None = None
 
     def after_schedule(self, plan: StepPlan | None) -> None:
         state = self._scheduler.state
@@ -99,6 +101,10 @@ class InvariantChecker:
         context.arrived = self._arrived
         context.backlog = self._backlog.before(self._scheduler)
         context.displaced = self._displaced.marks
+        if self._since_s is None:
+            self._since_s = state.now_s
+        self._stored += 0 if plan is None else len(plan.store.disk)
+        context.stored, context.since_s = self._stored, self._since_s
         context.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
         due = self._at[PLANNED]
@@ -122,7 +128,7 @@ class InvariantChecker:
             self._copying.clear()
         else:
             if self._copying:
-                for ticket in result.copies_done.tolist():
+                for ticket in (*result.copies_done.tolist(), *result.copies_failed.tolist()):
                     self._copying.pop(ticket, None)
             while self._underway and self._underway[0].plan.seq <= result.seq:
                 self._underway.popleft()
@@ -249,6 +255,9 @@ class InvariantChecker:
 
     def _progress(self, plan: StepPlan | None) -> None:
         """L2: a token or an ending within as many steps as the longest prompt and a full batch may need."""
+        tickets = self._scheduler.state.kv.tickets.open.values()
+        if plan is not None and not _computes(plan.work) and any(ticket.level for ticket in tickets):
+            return  # it looks for copies of the disk; how long requests wait for them is bounded by T4
         self._silent = self._silent + 1 if plan is not None else 0
         if self._silent < SILENT_STEPS:
             return
@@ -257,6 +266,10 @@ class InvariantChecker:
         if self._silent > patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
             self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
             self.flush()
+
+
+def _computes(work: StepWork) -> bool:
+    return bool(work.decode_rows or work.prefill_tokens)
 
 
 _PLACE = attrgetter("state", "row", "priority")
@@ -276,7 +289,7 @@ def _host_places(scheduler: Scheduler) -> object:
     state = scheduler.state
     tickets = [(number, ticket.free_places) for number, ticket in state.kv.tickets.open.items()]
     owners = [request.id for request in state.requests.values() if request.host_places]
-    return [host.free_places() for host in state.kv.places], tickets, owners
+    return [part.free_places() for level in state.kv.levels[1:] for part in level], tickets, owners
 
 
 class SampledChecker:

@@ -161,7 +161,7 @@ def _blocks(state: SchedulerState, last: Blocks | None) -> Blocks:
     if last is not None and last.picture == picture:
         return last
     lists = [_lists(group, last.lists[group.index] if last is not None else None) for group in kv.groups]
-    return Blocks(picture, lists, [ticket.blocks for ticket in tickets.values()])
+    return Blocks(picture, lists, [ticket.blocks for ticket in tickets.values() if not ticket.level])
 
 
 def _picture(group: LayerGroup, high: int) -> GroupPicture:

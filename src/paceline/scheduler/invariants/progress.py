@@ -184,6 +184,8 @@ def could_wait_for_prefix(context: CheckContext, request: Request) -> bool:
     recent = {d.request for d in context.decisions if d.kind is DecisionKind.DEFER and d.reason in PASSABLE}
     if request.id in recent or state.kv.is_moving(request.id):
         return True
+    if request.id in context.scheduler.composer.admission.loading.waiting:
+        return True
     parent = state.requests.get(request.parent) if request.parent is not None else None
     if parent is not None and parent.state is RequestState.RUNNING:
         return True

@@ -16,6 +16,7 @@ from paceline.core.fast import make_tuple
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
+from paceline.scheduler.loading import Load, Loading
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
 from paceline.scheduler.step.draft import StepDraft
@@ -23,9 +24,9 @@ from paceline.scheduler.step.draft import StepDraft
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
-# A request that waits for a prefix, for its own copy or for another branch of its tree waits for no room, and one that
-# leaves room leaves it to others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS))
+# A request that waits for a prefix, for its own copy, for the disk or for another branch of its tree waits for no room,
+# and one that leaves room leaves it to others: requests behind it may be admitted.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.LOADING))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -37,6 +38,7 @@ class CachedStart:
     num_computed: int
     match: PrefixMatch
     parent_row: int = NO_ROW
+    load: Load | None = None  # what the host has behind it
 
 
 class Verdict(NamedTuple):
@@ -66,6 +68,7 @@ class Admission:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self.loading = Loading(state)
         self._from_nothing = CachedStart(0, state.kv.match((), 1))
         self._deferred: dict[RequestId, Rule] = {}  # the rule each waiting request was last deferred by
 
@@ -94,12 +97,21 @@ class Admission:
         start = self._cached_start(request)
         if not isinstance(start, CachedStart):
             return Verdict(BEHIND_PREFIX, compared_with=start)
+        if self.loading.is_on and start.parent_row == NO_ROW:
+            load = self.loading.judge(request, start.match.num_blocks)
+            if load is not None:
+                start = CachedStart(start.num_computed, start.match, NO_ROW, load)
+                if load.rule is Rule.LOADING:
+                    return Verdict(Rule.LOADING, ahead, start=start)
         return self._judge_blocks(request, self._cost(request, start), ahead, start)
 
     def defer(self, request: Request, verdict: Verdict, draft: StepDraft) -> None:
         """Record that a request has to wait, once for each rule in turn."""
         rule = verdict.rule
         assert rule is not None
+        if rule is Rule.LOADING:
+            assert verdict.start is not None and verdict.start.load is not None
+            self.loading.waits(request, verdict.start.load)
         if self._deferred.get(request.id) != rule:
             if len(self._deferred) > 4 * len(self._state.requests) + 1024:
                 self._deferred = {}
@@ -117,6 +129,11 @@ class Admission:
             self._bring_back(request, verdict.figures(budget_left))
             return verdict
         state, start = self._state, verdict.start
+        if start.load is not None:
+            self.loading.record(request, start.load)
+        if start.load is not None and start.load.rule is Rule.LOADS:
+            self._load(request, start, start.load, verdict.figures(budget_left))
+            return verdict
         if start.parent_row == NO_ROW:
             row = self._give_row(request, start.num_computed, NO_ROW)
             state.kv.adopt(row, start.match)
@@ -149,19 +166,36 @@ class Admission:
         state = self._state
         state.queue.remove(request)
         row = state.take_row(request, request.num_computed)
-        state.kv.swap_in(row, request.host_places, request.num_computed, request.id)
+        ticket = state.kv.swap_in(row, request.host_places, request.num_computed, request.id)
         request.host_places = ()  # the ticket gives them back
         request.move(RequestState.BLOCKED)
-        request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None)
+        request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None, ticket=ticket)
         if self._protects(request):
             self._reserve(request)
         state.decide(DecisionKind.RESUME, request, Rule.SWAP, request.num_computed, figures)
 
-    def _give_row(self, request: Request, num_computed: int, source: int) -> int:
+    def _load(self, request: Request, start: CachedStart, load: Load, figures: Figures) -> None:
+        """Start copying what the host has of a prompt; the request runs when the copy has completed."""
+        state = self._state
+        num_computed = start.num_computed + load.num_tokens
+        row = self._give_row(request, num_computed, NO_ROW, RequestState.BLOCKED)
+        state.kv.adopt(row, start.match)
+        ticket = self.loading.starts(request, load, row, start.match.num_blocks)
+        request.blocked = Blocked(reason=BlockReason.SWAP_IN, deadline_s=None, ticket=ticket)
+        self._after_joining(request, num_computed, figures)
+        del state.prefilling[request.id]
+        if state.config.defer_shared_prefix:  # others wait for it as if it were computed
+            size = state.kv.block_size
+            for key in request.keys[start.num_computed // size : num_computed // size]:
+                state.computing.setdefault(key.key, request.id)
+
+    def _give_row(
+        self, request: Request, num_computed: int, source: int, becomes: RequestState = _RUNNING
+    ) -> int:
         state = self._state
         state.hooks.admit(request)  # may raise: nothing has been taken yet
         state.queue.remove(request)
-        request.move(_RUNNING)
+        request.move(becomes)
         return state.take_row(request, num_computed, source)
 
     def _after_joining(self, request: Request, num_computed: int, figures: Figures) -> None:

@@ -43,6 +43,7 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
+        self.admission.loading.waiting.clear()
         if state.drafts is not None:
             draft.unsure = state.unsure_rows()
         if state.promoted:
@@ -51,6 +52,8 @@ class Composer:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
         if len(state.queue):
+            if state.tiers.is_on:
+                self.admission.loading.ask()
             self.displacement.make_places(draft)
         if state.prefilling or len(state.queue):
             draft.held = self.displacement.held_back(self._prompt_tokens_free)
@@ -71,6 +74,8 @@ class Composer:
             mask = self._decode_held(draft)
         if state.drafts is not None and draft.num_decoding and draft.left > 0:
             self._widen(draft, mask)
+        if state.tiers.is_on:
+            state.tiers.sink(bool(draft.spans))
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
@@ -480,6 +485,7 @@ class Composer:
             self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
         spans = tuple([(row, rows.generation.item(row), count) for row, count in draft.spans.items()])
         appends, copies, swap_out, swap_in = state.kv.delta.take()
+        store, fetch = state.kv.delta.take_moves()
         joins, row_copies = build_joins(state, state.joins)
         plan = StepPlan(
             seq=seq,
@@ -492,6 +498,8 @@ class Composer:
             row_copies=row_copies,
             swap_out=swap_out,
             swap_in=swap_in,
+            store=store,
+            fetch=fetch,
             pad_tokens=pad_tokens,
             padding_rows=draft.num_decoding - advancing,
             work=StepWork(
@@ -500,7 +508,7 @@ class Composer:
                 prefill_tokens=sum(draft.spans.values()) + pad_tokens,
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
-                swap_blocks=len(swap_out.block) + len(swap_in.block),
+                swap_blocks=0 if state.tiers.is_on else len(swap_out.block) + len(swap_in.block),
             ),
             draft_width=draft.draft_width,
             draft_tokens=draft.draft_tokens,

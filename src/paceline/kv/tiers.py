@@ -1,0 +1,238 @@
+"""Moves of cached prefixes between levels: down before they are evicted, up when a request asks for them.
+
+Decides which blocks go down, within budgets; whether a request loads is decided in `scheduler/loading.py`. Every move
+is a ticket (`kv/swap.py`). Reads no clock and copies nothing. Decision: docs/decisions/0045-levels.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.engine import PreemptionCosts
+from paceline.core.request import BlockKey
+from paceline.kv.block_pool import Blocks
+from paceline.kv.block_time import MICROSECONDS
+from paceline.kv.level import Level
+from paceline.kv.manager import KVManager
+from paceline.kv.swap import NO_OWNER, Ticket
+
+HOST, DISK = 1, 2
+STEPS = 4  # a level keeps room for what this many of the largest steps take
+TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
+BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
+BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
+
+
+class Budget:
+    """So many blocks a second, and a burst of those that were not used."""
+
+    def __init__(self, block_s: float) -> None:
+        self.block_s = block_s
+        # None: as many as there are; 0: none.
+        self.most: float | None = None if not block_s else 0.0
+        if self.most is not None and block_s < math.inf:
+            self.most = max(1.0, BURST_S / block_s)
+        self._left = self.most or 0.0
+        self._last_us = 0
+
+    def take(self, count: int, now_us: int, slower: int = 1) -> int:
+        """As many of `count` as may move now."""
+        if not self.most:
+            return count if self.most is None else 0
+        gained = (now_us - self._last_us) / (MICROSECONDS * self.block_s * slower)
+        self._left, self._last_us = min(self.most, self._left + gained), now_us
+        taken = min(count, int(self._left))
+        self._left -= taken
+        return taken
+
+
+class Below(NamedTuple):
+    """What lower levels hold of a prompt, behind what the device has."""
+
+    num_host: int  # blocks on the host
+    num_coming: int  # those behind them that are on the host or on their way there
+    due_s: float  # when the last of these should be there
+    num_disk: int  # those behind the first `num_host` that are on the host, on their way there or on the disk
+
+
+class Tiers:
+    """Moves between the levels of one manager."""
+
+    def __init__(self, kv: KVManager, costs: PreemptionCosts | None, step_tokens: int) -> None:
+        """`step_tokens`: most tokens of a step."""
+        self._kv = kv
+        self.is_on = kv.keeps_below and costs is not None
+        self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
+        steps = STEPS * kv.blocks_for(step_tokens)
+        # The host has to take in what comes while the disk writes.
+        self._reserves = [
+            [
+                max(1, min(max(steps, part.pool.usable // 16 if level else 0), part.pool.usable // 4))
+                for part in parts
+            ]
+            for level, parts in enumerate(kv.levels)
+        ]
+        self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
+        self._disk_block_s = 0.0 if costs is None else costs.disk_block_s
+        self._disk_free_s = 0.0  # when the disk should have done all that was asked for
+
+    # -- down ----------------------------------------------------------------------------------------------
+
+    def sink(self, reads_prompts: bool) -> None:
+        """At the end of a plan: what goes next on a level whose reserve is short moves to the level below."""
+        for above in (0, 1) if self.has_disk else (0,):
+            for group, part in enumerate(self._kv.levels[above]):
+                short = self._reserves[above][group] - part.pool.num_empty
+                if short > 0 and len(part.pool.evictable):
+                    slower = BESIDE_PROMPTS if reads_prompts and not above else 1
+                    self._sink(above, group, short - self._leaving(above, group), slower)
+
+    def _leaving(self, above: int, group: int) -> int:
+        """Blocks of a level that will be empty when their copies are done."""
+        return sum(
+            len(ticket.blocks[group])
+            for ticket in self._kv.tickets.open.values()
+            if ticket.level == above and ticket.keys is not None and not ticket.incoming
+        )
+
+    def _sink(self, above: int, group: int, short: int, slower: int) -> None:
+        kv = self._kv
+        upper, lower = kv.levels[above][group], kv.levels[above + 1][group]
+        short = min(short, len(upper.pool.evictable))
+        if not above:  # what is promised to rows stays free
+            short = min(short, kv.groups[group].free_for(None))
+        if short <= 0:
+            return
+        blocks, keys, uses = upper.give_up(short)
+        lacking = [at for at, key in enumerate(keys) if lower.cache.find(key) is None]
+        most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
+        if most < len(
+            lacking
+        ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
+            lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
+        dropped = np.ones(len(blocks), np.bool_)
+        dropped[lacking] = False
+        upper.give_back(blocks[dropped])
+        for start in range(0, len(lacking), TOGETHER):
+            chosen = lacking[start : start + TOGETHER]
+            kept = [keys[at] for at in chosen], [uses[at] for at in chosen]
+            places = lower.take(len(chosen))
+            if above:
+                self._use_disk(len(chosen))
+            self._move(above, group, blocks[chosen], places, *kept, incoming=False)
+
+    # -- up ------------------------------------------------------------------------------------------------
+
+    def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
+        """What lower levels hold of the blocks from `start` to `limit`."""
+        host, disk, fetching = self._kv.levels[HOST], self._kv.levels[DISK], self._kv.fetching
+        num_host = num_coming = num_disk = 0
+        due_s = -math.inf
+        is_here, is_coming = True, True
+        for key in keys[start:limit]:
+            if all(part.cache.find(key) is not None for part in host):
+                num_host += is_here
+            elif key.key in fetching:
+                is_here = False
+                due_s = max(due_s, fetching[key.key]) if is_coming else due_s
+            elif self.has_disk and all(part.cache.find(key) is not None for part in disk):
+                is_here = is_coming = False
+            else:
+                break
+            num_coming += is_coming and not is_here
+            num_disk += not is_here
+        return Below(num_host, num_coming, due_s, num_disk)
+
+    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> int:
+        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket."""
+        kv = self._kv
+        blocks, places = [], []
+        for group, host in zip(kv.groups, kv.levels[HOST], strict=True):
+            found = np.array(host.find(keys), np.int64)
+            host.hit(found)
+            start, taken = group.append(row, len(keys))
+            group.pool.share(taken)  # the ticket's own references
+            kv.block_time.gained(row, len(keys))
+            kv.delta.appends.append((row, group.index, start, taken))
+            blocks.append(taken)
+            places.append(found)
+        ticket = Ticket(
+            tuple(blocks), tuple(places), owner, incoming=True, free_places=True, keys=(keys,) * len(blocks)
+        )
+        number = kv.tickets.issue(ticket)
+        for index, (taken, found) in enumerate(zip(blocks, places, strict=True)):
+            kv.delta.swap_in.append((number, index, taken, found))
+        return number
+
+    def loaded(self, ticket: Ticket) -> None:
+        """A row has published what was loaded for it: the host need not keep it too."""
+        for host, places in zip(self._kv.levels[HOST], ticket.places, strict=True):
+            host.forget(places)
+
+    def fetch_s(self, num_blocks: int) -> float:
+        """Seconds until so many more blocks would have come from the disk."""
+        return max(0.0, self._disk_free_s - self._now_s) + num_blocks * self._disk_block_s
+
+    def fetch(self, keys: Sequence[BlockKey]) -> int:
+        """Ask for those of `keys` that are on the disk and not on the host, in their order; returns how many."""
+        kv = self._kv
+        asked = 0
+        keys = [key for key in keys if key.key not in kv.fetching]
+        for index, (host, disk) in enumerate(zip(kv.levels[HOST], kv.levels[DISK], strict=True)):
+            wanted = [key for key in keys if host.cache.find(key) is None]
+            for start in range(0, len(wanted), TOGETHER):
+                asked += self._fetch(index, host, disk, wanted[start : start + TOGETHER])
+        return asked
+
+    def _fetch(self, group: int, host: Level, disk: Level, keys: list[BlockKey]) -> int:
+        places = np.array(disk.find(keys), np.int64)
+        keys = keys[: len(places)]
+        if not keys or host.num_free < len(keys):
+            return 0
+        uses = disk.pool.evictable.uses(places)
+        disk.hit(places)
+        self._use_disk(len(keys))
+        for key in keys:
+            self._kv.fetching[key.key] = self._disk_free_s
+        self._move(HOST, group, host.take(len(keys)), places, keys, uses, incoming=True)
+        return len(keys)
+
+    @property
+    def _now_s(self) -> float:
+        return self._kv.block_time.now_us / MICROSECONDS
+
+    def _use_disk(self, num_blocks: int) -> None:
+        self._disk_free_s = max(self._disk_free_s, self._now_s) + num_blocks * self._disk_block_s
+
+    def _move(
+        self,
+        above: int,
+        group: int,
+        blocks: Blocks,
+        places: Blocks,
+        keys: Sequence[BlockKey],
+        uses: Sequence[int],
+        *,
+        incoming: bool,
+    ) -> None:
+        """Issue a ticket of one layer group that holds its blocks and places already."""
+        kv, none = self._kv, blocks[:0]
+        others = range(len(kv.groups))
+        ticket = Ticket(
+            tuple(blocks if index == group else none for index in others),
+            tuple(places if index == group else none for index in others),
+            NO_OWNER,
+            incoming=incoming,
+            free_places=True,
+            level=above,
+            keys=tuple(keys if index == group else () for index in others),
+            uses=tuple(uses if index == group else () for index in others),
+        )
+        number = kv.tickets.issue(ticket)
+        delta = kv.delta
+        moves = (delta.fetch if incoming else delta.store) if above else delta.swap_out
+        moves.append((number, group, blocks, places))

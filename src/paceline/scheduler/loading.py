@@ -1,0 +1,152 @@
+"""Whether what lower levels hold of a prompt is loaded, waited for, or computed again.
+
+By the costs that preemption uses. A request waits for the disk only where that is sooner than computing, and never
+longer than computing takes. Moves nothing but what it decided. Decision: docs/decisions/0045-levels.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.core.events import DecisionKind, Rule
+from paceline.core.request import BlockKey, Request, RequestId
+from paceline.kv.tiers import HOST
+from paceline.scheduler.state import SchedulerState
+
+FIRST = (
+    8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
+)
+HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
+
+
+class Load(NamedTuple):
+    """What becomes of the blocks below that a waiting request can use."""
+
+    rule: Rule  # LOADS, LOADING or COMPUTES
+    num_tokens: int
+    load_s: float
+    compute_s: float
+
+    def __str__(self) -> str:
+        return f"load {1e3 * self.load_s:.1f} ms, compute {1e3 * self.compute_s:.1f} ms"
+
+
+class Loading:
+    """Judges waiting requests, and asks the disk for what they will need."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        config = state.config
+        self._costs = config.preemption_costs
+        self.tiers = state.tiers
+        self.is_on = self.tiers.is_on
+        # Until when each request that waited for the disk may, and since when.
+        self.until_s: dict[RequestId, tuple[float, float]] = {}
+        self.waiting: list[RequestId] = []  # in the step that is planned
+        self._asked: set[RequestId] = set()  # for which the disk was looked at
+        self._queue: tuple[RequestId, int, int] | None = None  # by which a change of the queue is seen
+
+    def compute_s(self, start: int, count: int) -> float:
+        """Seconds to compute `count` tokens behind `start` others."""
+        assert self._costs is not None
+        pairs = count * (start + 0.5 * count)
+        return self._costs.token_s * count + self._costs.product_s * pairs
+
+    def judge(self, request: Request, num_device: int) -> Load | None:
+        """For a request of whose blocks the device has the first `num_device`; None: there is nothing below."""
+        state, costs = self._state, self._costs
+        kv = state.kv
+        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
+        if costs is None or num_device >= limit:
+            return None
+        below = self.tiers.look(request.keys, num_device, limit)
+        size, start = kv.block_size, num_device * kv.block_size
+        if below.num_coming:
+            count = below.num_host + below.num_coming
+            left_s = max(0.0, below.due_s - state.now_s)
+            load = self._load(Rule.LOADING, start, count * size, left_s + self._host_s(count))
+            _, until_s = self.until_s.get(request.id, (0.0, state.now_s + load.compute_s))
+            if load.load_s < load.compute_s and state.now_s < until_s:
+                return load
+        if not below.num_host:
+            return None
+        load = self._load(Rule.LOADS, start, below.num_host * size, self._host_s(below.num_host))
+        return load if load.load_s < load.compute_s else load._replace(rule=Rule.COMPUTES)
+
+    def waits(self, request: Request, load: Load) -> None:
+        """A request waits for the disk in this step."""
+        if request.id not in self.until_s:
+            now_s = self._state.now_s
+            self._forget_ended()
+            self.until_s[request.id] = now_s, now_s + load.compute_s
+            self.record(request, load)
+        self.waiting.append(request.id)
+
+    def starts(self, request: Request, load: Load, row: int, num_device: int) -> int:
+        """Load for a request that has its row; returns the ticket."""
+        count = load.num_tokens // self._state.kv.block_size
+        keys = request.keys[num_device : num_device + count]
+        return self.tiers.load(row, keys, request.id)
+
+    def record(self, request: Request, load: Load) -> None:
+        self._state.decide(
+            DecisionKind.LOAD, request, load.rule, load.num_tokens, seconds=load.load_s, detail=str(load)
+        )
+
+    def ask(self) -> None:
+        """Before requests are admitted: ask the disk for what the first of them need."""
+        state = self._state
+        queue = (state.last_admitted, state.counters.added, len(state.queue))
+        if not self.tiers.has_disk or queue == self._queue or not self._may_fetch():
+            return
+        self._queue = queue
+        ahead = 0
+        for request in state.waiting_in_order(FIRST):
+            if request.id not in self._asked:
+                self._forget_ended()
+                self._asked.add(request.id)
+                self._fetch(request, ahead)
+            ahead += request.num_tokens
+
+    def _may_fetch(self) -> bool:
+        host = self._state.kv.levels[HOST][0]
+        return HOST_SHARE * len(self._state.kv.fetching) < host.num_places
+
+    def _fetch(self, request: Request, ahead: int) -> None:
+        """Ask for what the disk has of a prompt, if it should be here before the request's turn has come and gone.
+
+        `ahead`: tokens of the requests before it.
+        """
+        state, costs = self._state, self._costs
+        assert costs is not None
+        kv = state.kv
+        num_device = kv.match(request.keys, request.num_tokens).num_blocks
+        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
+        below = self.tiers.look(request.keys, num_device, limit)
+        if not below.num_disk:
+            return
+        first = num_device + below.num_host
+        keys: Sequence[BlockKey] = request.keys[first : first + below.num_disk]
+        compute_s = self.compute_s(first * kv.block_size, len(keys) * kv.block_size)
+        if self.tiers.fetch_s(len(keys)) < costs.token_s * ahead + compute_s:
+            self.tiers.fetch(keys)
+
+    def _load(self, rule: Rule, start: int, num_tokens: int, load_s: float) -> Load:
+        return Load(rule, num_tokens, load_s, self.compute_s(start, num_tokens))
+
+    def _host_s(self, num_blocks: int) -> float:
+        """Behind the loads that are under way; the row runs with the step after."""
+        assert self._costs is not None
+        ahead = sum(
+            len(ticket.blocks[0])
+            for ticket in self._state.kv.tickets.open.values()
+            if ticket.incoming and not ticket.level
+        )
+        return self._costs.block_s * (ahead + num_blocks) + self._costs.step_s
+
+    def _forget_ended(self) -> None:
+        requests = self._state.requests
+        if len(self._asked) > 4 * len(requests) + 1024:
+            self._asked &= requests.keys()
+            self.until_s = {number: times for number, times in self.until_s.items() if number in requests}
