@@ -45,6 +45,12 @@ class InvalidAdapter(InvalidRequest):
     code = "invalid_adapter"
 
 
+class UnknownAdapter(InvalidRequest):
+    """A request names an adapter that is not loaded, or not any more."""
+
+    code = "model_not_found"
+
+
 class QueueFull(PacelineError):
     """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
 

@@ -340,6 +340,7 @@ class EngineService:
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
+            self._engine.number_from(RequestId(add.first))
             self._engine.add(
                 tokens,
                 sampling,
@@ -347,7 +348,6 @@ class EngineService:
                 service_level=service_level,
                 arrival_s=submitted_s,
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
-                first_id=RequestId(add.first),
                 tree=add.tree,
             )
         except PacelineError as error:
@@ -363,6 +363,7 @@ class EngineService:
 
     def _fork(self, fork: frames.Fork) -> None:
         try:
+            self._engine.number_from(RequestId(fork.first))
             self._engine.fork(
                 RequestId(fork.parent),
                 fork.count,
@@ -370,7 +371,6 @@ class EngineService:
                 append=self._tokens(fork.append, "append").tolist(),
                 score=fork.score,
                 changes=fork.changes,
-                first_id=RequestId(fork.first),
             )
         except PacelineError as error:
             self._outbox.rejections.append(rejected_with(error, fork.first))

@@ -1,0 +1,243 @@
+"""Adapters: greedy tokens equal those of transformers with the adapter merged into its weights, whatever else runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import LLM, LoRARequest, RequestOutput, SamplingParams
+from paceline.errors import ConfigError, InvalidAdapter, InvalidRequest
+from paceline.models.files.hf_config import spec_from_config
+from paceline.models.spec import ModelSpec
+from tests.adapter_folders import ALL_SEVEN, Arrays, adapter_arrays, merged, write_adapter
+from tests.torch.llm_helpers import is_at_rest
+from tests.torch.parity import Reference, greedy_reference
+from tests.torch.tiny_models import VOCAB, save
+
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+NUM_NEW = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enable_lora": True,
+    "num_blocks": 96,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "check_every": 1,
+    "kv_cache_memory_bytes": 1 << 24,
+}
+CLEAR = 1e-4  # between the two best logits: what is closer may fall either way
+
+
+def prompts(count: int = 3, length: int = 37) -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(3, VOCAB, length + 5 * index).tolist() for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model, its adapters, and what transformers makes of each with each prompt; the first has no adapter."""
+
+    folder: Path
+    adapters: list[LoRARequest | None]
+    references: list[list[Reference]]
+
+
+def merged_into(model: Any, arrays: Arrays, scale: float) -> Any:
+    """A copy of a model with an adapter's products added to its weights."""
+    changed = copy.deepcopy(model)
+    weights = {name: each.numpy() for name, each in model.state_dict().items()}
+    changed.load_state_dict({n: torch.from_numpy(w) for n, w in merged(weights, arrays, scale).items()})
+    return changed
+
+
+def make(name: str, root: Path) -> Made:
+    folder = root / "model"
+    model = save(name, folder)
+    spec: ModelSpec = spec_from_config(model.config.to_dict(), "config")
+    every = FUSED if name == "phi3" else ("q_proj", "v_proj", "o_proj") if spec.experts else ALL_SEVEN
+    few = FUSED[:2] if name == "phi3" else ("q_proj", "v_proj")
+    models: list[Any] = [model]
+    adapters: list[LoRARequest | None] = [None]
+    for number, (targets, rank, rslora) in enumerate(
+        [(few, 4, False), (every, 8, False), (every, 16, True)], 1
+    ):
+        arrays = adapter_arrays(spec, targets, rank, seed=number, size=0.1)
+        path = write_adapter(root / f"a{number}", arrays, rank=rank, targets=targets, use_rslora=rslora)
+        adapters.append(LoRARequest(f"a{number}", number, str(path)))
+        models.append(merged_into(model, arrays, 8 / (rank**0.5 if rslora else rank)))
+    references = [[greedy_reference(each, prompt, NUM_NEW) for prompt in prompts()] for each in models]
+    outputs = {tuple(each.output for each in of_model) for of_model in references}
+    assert len(outputs) == len(models), "an adapter that changes nothing proves nothing"
+    return Made(folder, adapters, references)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Made) -> LLM:
+    return LLM(str(llama.folder), **OPTIONS)
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    shared.reset_prefix_cache()
+    yield shared
+    assert is_at_rest(shared.loaded.engine), "a test left something in the engine"
+
+
+def check(output: RequestOutput, reference: Reference) -> None:
+    tokens = tuple(output.outputs[0].token_ids)
+    clear = next((at for at, gap in enumerate(reference.gaps) if gap < CLEAR), len(reference.gaps))
+    assert clear > 2, "the reference itself is undecided"
+    assert tokens[:clear] == reference.output[:clear]
+
+
+def ask(llm: LLM, pairs: Sequence[tuple[int, int]], made: Made, **more: Any) -> list[RequestOutput]:
+    """One batch of (adapter, prompt); every answer is checked."""
+    outputs = llm.generate(
+        [prompts()[prompt] for _, prompt in pairs],
+        GREEDY,
+        use_tqdm=False,
+        lora_request=[made.adapters[adapter] for adapter, _ in pairs],
+        **more,
+    )
+    for (adapter, prompt), output in zip(pairs, outputs, strict=True):
+        check(output, made.references[adapter][prompt])
+    return outputs
+
+
+EVERY = [(adapter, prompt) for prompt in range(3) for adapter in range(4)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
+def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+    made = make(name, tmp_path)
+    llm = LLM(str(made.folder), **OPTIONS)
+    for pair in EVERY[:6]:
+        ask(llm, [pair], made)
+    llm.reset_prefix_cache()
+    ask(llm, EVERY, made)
+
+
+def test_alone_and_beside_others_every_token_is_the_same(llm: LLM, llama: Made) -> None:
+    alone = [ask(llm, [pair], llama)[0] for pair in EVERY]
+    llm.reset_prefix_cache()
+    together = ask(llm, EVERY, llama)
+    assert [each.outputs[0].token_ids for each in alone] == [each.outputs[0].token_ids for each in together]
+
+
+def test_in_chunks_and_preempted(llama: Made) -> None:
+    tight = OPTIONS | {"max_num_batched_tokens": 13, "num_blocks": 14, "max_num_seqs": 8}
+    llm = LLM(str(llama.folder), **tight)
+    ask(llm, EVERY, llama)
+    assert llm.loaded.engine.scheduler.state.counters.preempted > 0
+    assert is_at_rest(llm.loaded.engine)
+
+
+def test_a_prefix_is_hit_by_the_same_adapter_only(llm: LLM, llama: Made) -> None:
+    for adapter in range(4):
+        (first,) = ask(llm, [(adapter, 0)], llama)
+        assert first.num_cached_tokens == 0, "another adapter's prefix was used"
+    for adapter in range(4):
+        (again,) = ask(llm, [(adapter, 0)], llama)
+        assert again.num_cached_tokens == 32
+
+
+def test_branches_have_the_adapter_of_their_request(llm: LLM, llama: Made) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_NEW, n=2)
+    (output,) = llm.generate([prompts()[0]], sampling, use_tqdm=False, lora_request=llama.adapters[2])
+    reference = llama.references[2][0].output
+    assert [tuple(each.token_ids) for each in output.outputs] == [reference, reference]
+    stream = llm.stream(prompts()[0], GREEDY, lora_request=llama.adapters[3])
+    for output in stream:
+        if len(output.outputs) == 1 and len(output.outputs[0].token_ids) >= 4:
+            llm.fork(output.request_id, append=())
+    assert [tuple(each.token_ids) for each in output.outputs] == [llama.references[3][0].output] * 2
+
+
+def test_a_folder_read_again_is_another_adapter(tmp_path: Path, llama: Made) -> None:
+    llm = LLM(str(llama.folder), **OPTIONS)
+    spec = llm.loaded.checkpoint.spec
+    folder = write_adapter(tmp_path, adapter_arrays(spec, seed=1, size=0.1))
+    before = llm.generate(
+        [prompts()[0]], GREEDY, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder))
+    )
+    write_adapter(tmp_path, adapter_arrays(spec, seed=2, size=0.1))
+    same = llm.generate([prompts()[0]], GREEDY, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder)))
+    assert same[0].outputs[0].token_ids == before[0].outputs[0].token_ids, "it was not to be read again"
+    again = LoRARequest("a", 1, str(folder), load_inplace=True)
+    (after,) = llm.generate([prompts()[0]], GREEDY, use_tqdm=False, lora_request=again)
+    assert after.num_cached_tokens == 0
+    assert after.outputs[0].token_ids != before[0].outputs[0].token_ids
+    (known,) = llm.loaded.engine.adapters.infos()
+    assert (known.number, known.rank) == (2, 4)
+    llm.generate([prompts()[0]], GREEDY, use_tqdm=False)  # a step: what was let go of is gone
+    assert not llm.loaded.engine.adapters.is_leaving
+
+
+def test_rows_keep_an_adapter_that_was_let_go_of(llm: LLM, llama: Made) -> None:
+    engine = llm.loaded.engine
+    info = engine.adapters.load("again", Path(llama.adapters[2].lora_path))  # type: ignore[union-attr]
+    (request,) = engine.add(prompts()[0], GREEDY, adapter=info.number)
+    tokens: list[int] = []
+    for _ in range(200):
+        tokens += [token for event in engine.step_overlapped().tokens for token in event.tokens.tolist()]
+        if len(tokens) == 5:
+            engine.unload_adapter(info.number)
+            with pytest.raises(InvalidRequest, match="not loaded any more"):
+                engine.add(prompts()[1], GREEDY, adapter=info.number)
+        if request not in engine.scheduler.state.requests:
+            break
+    engine.drain()
+    assert tuple(tokens) == llama.references[2][0].output
+    assert engine.adapters.is_leaving
+    engine.step()
+    assert not engine.adapters.is_leaving
+
+
+def test_what_is_refused(llm: LLM, llama: Made, tmp_path: Path) -> None:
+    with pytest.raises(InvalidAdapter, match="is not a folder"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=LoRARequest("x", 9, str(tmp_path / "none")))
+    ask(llm, [(1, 0)], llama)
+    with pytest.raises(InvalidRequest, match="give another number, or load_inplace"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=LoRARequest("x", 1, str(tmp_path)))
+    with pytest.raises(ConfigError, match="there is no adapter y"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=LoRARequest("y", 8))
+    with pytest.raises(ValueError, match="1 prompts and 2 adapters"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=[None, None])
+    with pytest.raises(InvalidRequest, match="lora_int_id must be at least 1"):
+        LoRARequest("x", 0)
+    plain = LLM(str(llama.folder), **OPTIONS | {"enable_lora": False, "cpu_backend": "torch"})
+    with pytest.raises(InvalidAdapter, match="started without adapters"):
+        plain.generate([[5]], GREEDY, use_tqdm=False, lora_request=llama.adapters[1])
+
+
+def test_adapters_of_the_start(llama: Made, tmp_path: Path) -> None:
+    folder = llama.adapters[3].lora_path  # type: ignore[union-attr]
+    options = {**OPTIONS, "enable_lora": False}
+    llm = LLM(str(llama.folder), **options, lora_modules=f"one={folder}, two={folder}")
+    (output,) = llm.generate([prompts()[1]], GREEDY, use_tqdm=False, lora_request=LoRARequest("two", 2))
+    check(output, llama.references[3][1])
+    one, two = llm.loaded.engine.adapters.infos()
+    assert (one.name, one.number, two.name, two.number) == ("one", 1, "two", 2)
+    assert one.identity == two.identity
+    assert any("they compute no adapters yet" in notice for notice in llm.loaded.notices)
+    with pytest.raises(ConfigError, match="--lora-modules bad: .*is not a folder"):
+        LLM(str(llama.folder), **options, lora_modules=f"bad={tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match="--lora-modules must be NAME=FOLDER, not 'x'"):
+        LLM(str(llama.folder), **options, lora_modules="x")
+    with pytest.raises(ConfigError, match="--max-lora-rank 16"):
+        LLM(str(llama.folder), **options, lora_modules=f"one={folder}", max_lora_rank=8)
+    with pytest.raises(ConfigError, match="--cpu-backend native: they compute no adapters yet"):
+        LLM(str(llama.folder), **OPTIONS, cpu_backend="native")
