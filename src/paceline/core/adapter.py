@@ -20,3 +20,7 @@ class AdapterInfo:
     number: int
     identity: str  # a digest of its matrices
     rank: int
+
+
+# Of a request without an adapter.
+NO_INFO = AdapterInfo(name="", folder="", number=NO_ADAPTER, identity="", rank=0)

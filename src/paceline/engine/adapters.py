@@ -61,7 +61,8 @@ class Adapters:
                 "this engine was started without adapters; start it with --enable-lora", param="lora_path"
             )
         number = self._last + 1 if number is None else number
-        assert number > self._last, f"adapter number {number} after {self._last}"
+        if number <= self._last:
+            raise InvalidAdapter(f"the number {number} of an adapter was used before")
         adapter = self._read(folder)
         if identity and adapter.identity != identity:
             raise InvalidAdapter(
