@@ -155,7 +155,7 @@ class Hardware:
     kv_dtype: str
     kv_bytes: int
     runner: dict[str, str | int]  # what computes steps: its name, and more about it
-    weights: str = "auto"  # --quantization
+    quantization: str = "auto"  # as asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -303,7 +303,7 @@ def _on_cpu(
         kv_dtype="float32",
         kv_bytes=kv_bytes,
         runner=backend.about,
-        weights=model.quantization,
+        quantization=model.quantization,
     )
     step = backend.make_step(config)
     drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
@@ -512,7 +512,7 @@ def _on_gpu(
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
         kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
         runner={"name": "gpu"},
-        weights=model.quantization,
+        quantization=model.quantization,
     )
     return Built(config, runner, hardware, (), CPUWork)
 

@@ -60,6 +60,7 @@ class EngineInfo:
     weight_bytes: int
     kv_bytes: int
     load_s: float
+    quantization: str = "auto"  # of weights, as asked for
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
     learns_step_sizes: bool = False  # the sizes of steps above are those of the start

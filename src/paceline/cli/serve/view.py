@@ -32,13 +32,14 @@ def card_lines(
     """Label and value of each line."""
     tokens = info.usable_blocks * info.block_size
     kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
+    made = "" if info.quantization == "auto" else f" made {info.quantization}"
     also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
     lines = [
         ("paceline", version),
         ("model", names[0] + also),
         (
             "runs on",
-            f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}, loaded in {info.load_s:.1f} s",
+            f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}{made}, loaded in {info.load_s:.1f} s",
         ),
         *_kernels(info),
         (

@@ -72,7 +72,7 @@ def engine_sizes(loaded: LoadedModel) -> dict[str, Any]:
         "depth": loaded.config.depth,
         "dtype": loaded.hardware.dtype,
         "kv_cache_dtype": loaded.hardware.kv_dtype,
-        "quantization": loaded.hardware.weights,
+        "quantization": loaded.hardware.quantization,
     }
 
 
