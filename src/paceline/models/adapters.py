@@ -54,9 +54,6 @@ class AdapterTables:
         }
         self._tables: dict[int, Table] = {}
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     def put(self, number: int, adapter: Adapter) -> None:
         table: Table = {}
         for layer in range(self._num_layers):
@@ -69,14 +66,15 @@ class AdapterTables:
     def drop(self, number: int) -> None:
         del self._tables[number]
 
-    def of_tokens(self, numbers: NDArray[np.int64]) -> StepAdapters | None:
-        """The adapters of a step's tokens; None where no token has one."""
+    def of_tokens(self, numbers: NDArray[np.int64]) -> StepAdapters:
+        """The adapters of a step's tokens, one of which has one. A number that is not in memory is an error: no token
+        is ever computed without the adapter that its row has."""
         groups = []
         for number in np.unique(numbers[numbers != NO_ADAPTER]).tolist():
             tokens = np.flatnonzero(numbers == number)
             index = None if len(tokens) == len(numbers) else torch.from_numpy(tokens)
             groups.append((index, self._tables[number]))
-        return StepAdapters(groups) if groups else None
+        return StepAdapters(groups)
 
 
 class StepAdapters:

@@ -65,15 +65,17 @@ class TorchStep:
                 torch.from_numpy(batch.lengths),
                 attend_and_beat,
                 self._tapped,
-                self._adapters_of(rows, batch) if len(self.adapters) else None,
+                self._adapters_of(rows, batch),
             )
         good: NDArray[np.bool_] = torch.isfinite(self._hidden).all(dim=-1).numpy()
         return good
 
     def _adapters_of(self, rows: DeviceRows, batch: FlatBatch) -> StepAdapters | None:
         # A row that has ended may have an adapter that is gone; padding belongs to no row.
-        numbers = np.append(np.where(batch.masked, NO_ADAPTER, rows.adapter[batch.rows]), NO_ADAPTER)
-        return self.adapters.of_tokens(numbers[batch.row_of])
+        of_rows = np.where(batch.masked, NO_ADAPTER, rows.adapter[batch.rows])
+        if not of_rows.any():
+            return None
+        return self.adapters.of_tokens(np.append(of_rows, NO_ADAPTER)[batch.row_of])
 
     def seen(self) -> tuple[list[Tensor], Tensor]:
         """Of the tokens of the last batch: the hidden states that the guessing model reads, and the last one."""
