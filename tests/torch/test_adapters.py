@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from paceline import LLM, LoRARequest, RequestOutput, SamplingParams
 from paceline.errors import ConfigError, InvalidAdapter, InvalidRequest
+from paceline.models.adapters import AdapterTables
+from paceline.models.files.adapter import open_adapter
 from paceline.models.files.hf_config import spec_from_config
 from paceline.models.spec import ModelSpec
-from tests.adapter_folders import ALL_SEVEN, Arrays, adapter_arrays, merged, write_adapter
+from tests.adapter_folders import ALL_SEVEN, PREFIX, Arrays, adapter_arrays, merged, write_adapter
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.parity import Reference, greedy_reference
 from tests.torch.tiny_models import VOCAB, save
@@ -130,6 +133,41 @@ def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None
     ask(llm, EVERY, made)
 
 
+def taught(model: Any, arrays: Arrays, scale: float, text: list[int]) -> Arrays:
+    """An adapter trained for a moment to say a text."""
+    tensors = {name: torch.tensor(each, requires_grad=True) for name, each in arrays.items()}
+    optimizer = torch.optim.Adam(tensors.values(), lr=0.02)
+    ids = torch.tensor([text])
+    for _ in range(60):
+        weights = dict(model.named_parameters())
+        for name, b in tensors.items():
+            if "lora_B" in name:
+                whole = name.removeprefix(PREFIX).replace("lora_B.weight", "weight")
+                weights[whole] = (
+                    weights[whole].detach() + scale * b @ tensors[name.replace("lora_B", "lora_A")]
+                )
+        logits = torch.func.functional_call(model, weights, (ids,)).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: each.detach().numpy() for name, each in tensors.items()}
+
+
+def test_an_adapter_says_what_it_was_taught(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    spec = spec_from_config(model.config.to_dict(), "config")
+    prompt, answer = prompts()[0][:6], [11, 47, 5, 99, 23, 8, 64, 31]
+    start = adapter_arrays(spec, rank=8, seed=4, size=0.0)  # B begins with zeros, as in PEFT
+    arrays = taught(model, start, 1.0, prompt + answer)
+    folder = write_adapter(tmp_path / "taught", arrays, rank=8)
+    llm = LLM(str(tmp_path / "model"), **OPTIONS)
+    sampling = SamplingParams(temperature=0, max_tokens=len(answer))
+    chosen = [LoRARequest("taught", 1, str(folder)), None]
+    taught_to, plain = llm.generate([prompt, prompt], sampling, use_tqdm=False, lora_request=chosen)
+    assert taught_to.outputs[0].token_ids == answer != plain.outputs[0].token_ids
+
+
 def test_alone_and_beside_others_every_token_is_the_same(llm: LLM, llama: Made) -> None:
     alone = [ask(llm, [pair], llama)[0] for pair in EVERY]
     llm.reset_prefix_cache()
@@ -204,6 +242,38 @@ def test_rows_keep_an_adapter_that_was_let_go_of(llm: LLM, llama: Made) -> None:
     assert engine.adapters.is_leaving
     engine.step()
     assert not engine.adapters.is_leaving
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "static"}, {"mode": "dynamic"}, {"speculative_config": "ngram"}]
+)
+def test_in_padded_batches_and_with_drafts(llama: Made, options: dict[str, Any]) -> None:
+    llm = LLM(str(llama.folder), **OPTIONS, **options)
+    ask(llm, EVERY, llama)
+    assert is_at_rest(llm.loaded.engine)
+
+
+def test_a_tokens_numbers_are_the_same_bits_in_any_batch(llm: LLM, llama: Made) -> None:
+    spec = llm.loaded.checkpoint.spec
+    tables = AdapterTables(spec)
+    for number, (targets, rank) in enumerate([(ALL_SEVEN, 16), (("q_proj", "v_proj"), 5)], 1):
+        folder = llama.folder / f"bits{number}"
+        arrays = adapter_arrays(spec, targets, rank, seed=number)
+        tables.put(number, open_adapter(write_adapter(folder, arrays, rank=rank, targets=targets), spec, 16))
+    x, own = torch.randn(70, 64), torch.randn(70, 128)
+    numbers = np.random.default_rng(3).integers(0, 3, 70)
+
+    def added(chosen: NDArray[np.int64]) -> torch.Tensor:
+        out = own[chosen]
+        tables.of_tokens(numbers[chosen]).add(1, "qkv", x[chosen], out)
+        return out
+
+    whole = added(np.arange(70))
+    without = numbers == 0
+    assert torch.equal(whole[without], own[without]) and not torch.equal(whole[~without], own[~without])
+    for count in (1, 2, 3, 8, 17, 33, 69):
+        chosen = np.random.default_rng(count).permutation(np.flatnonzero(~without))[:count]
+        assert torch.equal(added(chosen), whole[chosen]), f"{count} tokens have other bits than all"
 
 
 def test_what_is_refused(llm: LLM, llama: Made, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Adapters in the decoder's products: x A^T B^T for the tokens of rows that have one.
 
 Tokens of a step are grouped by adapter; the parts of a fused product share one product with A, stacked, and each adds
-its own product with B to its columns. A group of one token is computed twice, because a product with a single row takes
-another path and other last bits (docs/decisions/0009).
+its own product with B to its columns. Tokens are multiplied two by two, because a library's product of a whole group
+has other last bits for another number of rows: so a token's numbers are the same in any batch (docs/decisions/0009).
 """
 
 from __future__ import annotations
@@ -90,13 +90,23 @@ class StepAdapters:
             if matrices is None:
                 continue
             rows = x if tokens is None else x[tokens]
-            low = (rows if len(rows) > 1 else rows.expand(2, -1)) @ matrices.a.T
+            low = _product(rows, matrices.a)
             for part in matrices.parts:
-                more = (low[:, part.ranks] @ part.b.T)[: len(rows)]
+                more = _product(low[:, part.ranks], part.b)
                 if tokens is None:
                     out[:, part.columns] += more
                 else:
                     out[tokens, part.columns] += more
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T, in pairs of rows; an odd row is computed twice."""
+    num_rows = len(x)
+    if num_rows % 2:
+        x = torch.cat([x, x[-1:]])
+    pairs = x.reshape(-1, 2, x.shape[1])
+    out = torch.bmm(pairs, weight.T.expand(len(pairs), -1, -1))
+    return out.view(len(x), -1)[:num_rows]
 
 
 def _matrices(adapter: Adapter, layer: int, widths: dict[str, int]) -> _Matrices | None:
