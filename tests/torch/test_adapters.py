@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +275,54 @@ def test_a_tokens_numbers_are_the_same_bits_in_any_batch(llm: LLM, llama: Made) 
     for count in (1, 2, 3, 8, 17, 33, 69):
         chosen = np.random.default_rng(count).permutation(np.flatnonzero(~without))[:count]
         assert torch.equal(added(chosen), whole[chosen]), f"{count} tokens have other bits than all"
+
+
+def test_a_storm_of_loads_and_unloads(llama: Made, tmp_path: Path) -> None:
+    """Adapters come, go and are read again under new numbers while requests run: each gets its own one's tokens."""
+    llm = LLM(str(llama.folder), **OPTIONS)
+    engine, spec = llm.loaded.engine, llm.loaded.checkpoint.spec
+    sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    folders = [write_adapter(tmp_path / f"{n}", adapter_arrays(spec, seed=n, size=0.2)) for n in range(6)]
+    prompt = prompts()[0][:17]
+    alone = []
+    for number, folder in enumerate(folders, 1):
+        request = LoRARequest(f"{number}", number, str(folder))
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False, lora_request=request)
+        alone.append(list(output.outputs[0].token_ids))
+        engine.unload_adapter(number)
+    assert len({tuple(each) for each in alone}) > 4
+    draw = random.Random(8)
+    there: dict[int, int] = {}  # numbers and the folders they were read from
+    asked: dict[int, int] = {}  # requests and the folders of their adapters
+    said: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for event in engine.step_overlapped().tokens:
+            for request, token in zip(event.requests.tolist(), event.tokens.tolist(), strict=True):
+                said.setdefault(request, []).append(token)
+
+    for _ in range(300):
+        what = draw.random()
+        if what < 0.2 or not there:
+            chosen = draw.randrange(len(folders))
+            there[engine.adapters.load("x", folders[chosen]).number] = chosen
+        elif what < 0.4:
+            number = draw.choice(list(there))
+            del there[number]
+            engine.unload_adapter(number)
+        elif what < 0.7:
+            number = draw.choice(list(there))
+            asked[engine.add(prompt, sampling, adapter=number)[0]] = there[number]
+        else:
+            step()
+    while engine.has_requests:
+        step()
+    assert len(asked) > 60 and said == {request: alone[chosen] for request, chosen in asked.items()}
+    for number in there:
+        engine.unload_adapter(number)
+    engine.drain()
+    engine.step()
+    assert not engine.adapters.is_leaving and not engine.adapters.infos()
 
 
 def test_what_is_refused(llm: LLM, llama: Made, tmp_path: Path) -> None:
