@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline import LLM, LoRARequest, RequestOutput, SamplingParams
+from paceline import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from paceline.errors import ConfigError, InvalidAdapter, InvalidRequest
 from paceline.models.adapters import AdapterTables
 from paceline.models.files.adapter import open_adapter
@@ -335,11 +336,29 @@ def test_what_is_refused(llm: LLM, llama: Made, tmp_path: Path) -> None:
         llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=LoRARequest("y", 8))
     with pytest.raises(ValueError, match="1 prompts and 2 adapters"):
         llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=[None, None])
+    with pytest.raises(InvalidRequest, match="must be a LoRARequest"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="lora_int_id must be at least 1"):
         LoRARequest("x", 0)
     plain = LLM(str(llama.folder), **OPTIONS | {"enable_lora": False, "cpu_backend": "torch"})
     with pytest.raises(InvalidAdapter, match="started without adapters"):
         plain.generate([[5]], GREEDY, use_tqdm=False, lora_request=llama.adapters[1])
+
+
+def test_an_async_engine_takes_adapters_too(llama: Made) -> None:
+    async def ask_both() -> list[RequestOutput]:
+        async with AsyncLLM(str(llama.folder), **OPTIONS) as llm:
+
+            async def last(adapter: LoRARequest | None) -> RequestOutput:
+                found = [each async for each in llm.generate(prompts()[0], GREEDY, lora_request=adapter)]
+                return found[-1]
+
+            with pytest.raises(InvalidAdapter, match="is not a folder"):
+                await last(LoRARequest("x", 9, str(llama.folder / "none")))
+            return await asyncio.gather(*map(last, llama.adapters))
+
+    for adapter, output in enumerate(asyncio.run(ask_both())):
+        check(output, llama.references[adapter][0])
 
 
 def test_adapters_of_the_start(llama: Made, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ class NamedAdapters:
         """The engine's number of an adapter, which is read if it is not there. Raises InvalidAdapter."""
         if request is None:
             return NO_ADAPTER
+        if not isinstance(request, LoRARequest):
+            raise InvalidRequest("lora_request must be a LoRARequest", param="lora_request")
         known = self._known.get(request.lora_int_id)
         if not request.lora_path:
             return self._named(request.lora_name, known).number
