@@ -97,5 +97,5 @@ class DraftingDevice(Device):
 
 def test_a_larger_step_with_drafts_is_never_taken_for_a_quicker_one() -> None:
     drafts = measured_drafts(DraftingDevice(), DraftConfig(width=4))
-    assert drafts.sizes == (1, 2, 4, 8) and drafts.seconds == (5e-3, 5e-3, 7e-3, 7e-3)
+    assert drafts.sizes == (1, 2, 4, 8) and drafts.seconds == (4e-3, 4e-3, 6e-3, 6e-3)
     assert drafts.width == 4
