@@ -5,16 +5,18 @@ Change what a test speaks of, and leave the rest: `engine_info(max_num_seqs=8)`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.core.adapter import AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast
 from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.tree import TreeLimits
+from paceline.errors import UnknownAdapter
 from paceline.process.client import (
     EngineInfo,
     EngineState,
@@ -104,6 +106,13 @@ class IdleClient:
     stats = EngineStats()
     heartbeat_age_s = 0.1
     info = _INFO
+    adapters: Mapping[str, AdapterInfo] = {}
+
+    async def load_adapter(self, name: str, folder: str) -> AdapterInfo:
+        raise EngineUnavailable("this engine loads nothing")
+
+    def unload_adapter(self, name: str) -> None:
+        raise UnknownAdapter("this engine has no adapters")
 
     def submit(
         self,
@@ -114,6 +123,7 @@ class IdleClient:
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
+        adapter: int = 0,
     ) -> EngineStream:
         raise NotImplementedError
 
@@ -124,6 +134,7 @@ class IdleClient:
         *,
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = 0,
     ) -> Forecast | None:
         raise NotImplementedError
 

@@ -38,8 +38,8 @@ PYTHON_HEAD = (
     "and every option of the engine ([`serve`](options.md#paceline-serve), [`sim`](options.md#paceline-sim)) by its "
     "name in Python: `max_num_seqs=64`, "
     '`scheduling_policy="fair"`, `run_log="run.jsonl.gz"`. Both are context managers: `with LLM() as llm:`, '
-    "`async with AsyncLLM() as llm:`. Features of vLLM that Paceline does not have (adapters, "
-    "embeddings, images) are rejected with an error that says what to do instead; None and False are "
+    "`async with AsyncLLM() as llm:`. Features of vLLM that Paceline does not have (embeddings, "
+    "images, several GPUs) are rejected with an error that says what to do instead; None and False are "
     "accepted.\n"
 )
 CLASSES = (LLM, AsyncLLM)

@@ -15,6 +15,7 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.core.sampling import RequestOutputKind, SamplingParams
     from paceline.core.structure import Structure
+    from paceline.llm.adapters import LoRARequest
     from paceline.llm.async_llm import AsyncLLM
     from paceline.llm.llm import LLM
     from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -23,6 +24,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
@@ -35,6 +37,7 @@ _MODULES = {
     "LLM": "paceline.llm.llm",
     "AsyncLLM": "paceline.llm.async_llm",
     "CompletionOutput": "paceline.llm.outputs",
+    "LoRARequest": "paceline.llm.adapters",
     "Logprob": "paceline.llm.outputs",
     "RequestOutput": "paceline.llm.outputs",
     "RequestOutputKind": "paceline.core.sampling",

@@ -39,6 +39,18 @@ class GrammarTooComplex(InvalidRequest):
     code = "grammar_too_complex"
 
 
+class InvalidAdapter(InvalidRequest):
+    """An adapter's folder that is incomplete, damaged, does not fit the model or is of a kind that is not computed."""
+
+    code = "invalid_adapter"
+
+
+class UnknownAdapter(InvalidRequest):
+    """A request names an adapter that is not loaded, or not any more."""
+
+    code = "model_not_found"
+
+
 class QueueFull(PacelineError):
     """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,9 +32,10 @@ from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
 from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
-from paceline.core.recorder import BothRecorders, StepRecorder
+from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
+from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
@@ -111,10 +112,11 @@ def build_engine(
     make_checker: Callable[[Scheduler], StepChecker] | None = None,
     about: Mapping[str, object] | None = None,
     guide_maker: GuideMaker | None = None,
+    make_adapters: Callable[[Scheduler], Adapters] = Adapters,
 ) -> Engine:
     """An engine around `runner`. Without `hooks` it makes prefix keys from token ids; without `make_checker`
     it checks the invariants every `config.check_every` steps and logs what it finds. `about` goes into the header of
-    a run log. Without `guide_maker` no answer can be given a structure."""
+    a run log. Without `guide_maker` no answer can be given a structure, without `make_adapters` none has an adapter."""
     clock = clock if clock is not None else MonotonicClock()
     hooks = hooks if hooks is not None else PrefixKeyHooks(KeyMaker(config.kv.block_size))
     scheduler = build_scheduler(config, clock, hooks, policy=policy, make_pool=make_pool)
@@ -123,41 +125,25 @@ def build_engine(
         checker = make_checker(scheduler)
     elif config.check_every:
         checker = SampledChecker(scheduler, config.check_every, _log_violation)
+    if config.decision_log or config.run_log:
+        from paceline.audit.run_recorder import open_recorders
+
+        recorder = open_recorders(config, recorder, about or {})
     engine = Engine(
         scheduler,
         runner,
         clock=clock,
         hooks=hooks,
         depth=config.depth,
-        recorder=_recorders(config, recorder, about or {}),
+        recorder=recorder,
         checker=checker,
         ring=DecisionRing(config.decision_ring),
     )
     engine.guides = Guides(scheduler, guide_maker)
+    engine.adapters = make_adapters(scheduler)
+    if isinstance(hooks, PrefixKeyHooks):
+        hooks.identity_of = engine.adapters.identity_of
     return engine
-
-
-def _recorders(
-    config: EngineConfig, given: StepRecorder | None, about: Mapping[str, object]
-) -> StepRecorder | None:
-    """The recorder of steps: the one given, and the decision log and the run log if they are on."""
-    recorders = [] if given is None else [given]
-    if config.decision_log:
-        from paceline.audit.trail import Retention, TrailDb, TrailWriter
-
-        retention = Retention(
-            max_bytes=config.decision_log_bytes,
-            max_files=config.decision_log_files,
-            max_age_s=config.decision_log_days * 86400.0,
-        )
-        recorders.append(TrailWriter(TrailDb(config.decision_log, retention)))
-    if config.run_log:
-        from paceline.audit.run_recorder import RunRecorder
-        from paceline.audit.runlog import run_header
-
-        sizes = {"max_bytes": config.run_log_bytes, "max_files": config.run_log_files}
-        recorders.append(RunRecorder(config.run_log, run_header(config, **about), **sizes))
-    return reduce(BothRecorders, recorders) if recorders else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,19 +222,23 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
+    if on_gpu and model.has_adapters:
+        raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work = built
+    config, runner, hardware, notices, cpu_work, adapter_memory = built
+    engine = build_engine(
+        config,
+        runner,
+        recorder=recorder,
+        about={"runner": hardware.runner},
+        guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
+        make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
+    )
     return LoadedModel(
-        engine=build_engine(
-            config,
-            runner,
-            recorder=recorder,
-            about={"runner": hardware.runner},
-            guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
-        ),
+        engine=engine,
         config=config,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
@@ -268,6 +258,7 @@ class Built(NamedTuple):
     hardware: Hardware
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
+    adapters: AdapterMemory | None = None
 
 
 def _on_cpu(
@@ -323,7 +314,8 @@ def _on_cpu(
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
         config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
-    return Built(config, runner, hardware, backend.notices, runner.work)
+    memory = getattr(step, "adapters", None) if model.has_adapters else None
+    return Built(config, runner, hardware, backend.notices, runner.work, memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -355,7 +347,9 @@ def _native_backend(
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
 
-    reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+    reason = "they compute no adapters yet"
+    if not model.has_adapters:
+        reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))

@@ -408,7 +408,7 @@ def test_it_is_shut_down_at_the_end_of_async_with_and_says_what_it_holds(folder:
         assert repr(llm) == f"{told}, closed)" and not llm.is_running
         with pytest.raises(EngineFailed, match="was shut down"):
             await collect(llm, "x", GREEDY)
-        with pytest.raises(InvalidRequest, match="lora_request is not supported"):
-            llm.generate("x", GREEDY, lora_request=object())
+        with pytest.raises(InvalidRequest, match="prompt_adapter_request is not supported"):
+            llm.generate("x", GREEDY, prompt_adapter_request=object())
 
     run(test())

@@ -251,15 +251,15 @@ def test_options_are_checked_by_name(folder: Path) -> None:
         LLM(str(folder), max_num_seq=4)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
         LLM(str(folder), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="enable_lora=True is not supported: .*merge it into the weights"):
-        LLM(str(folder), enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_prompt_adapter"):
+        LLM(str(folder), enable_prompt_adapter=True)
     with pytest.raises(ConfigError, match="quantization"):
         LLM(str(folder), quantization="awq")
     with pytest.raises(ConfigError, match="--block-size"):
         LLM(str(folder), load_format="dummy", block_size=0)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "prompt_token_ids", "mm_processor_kwargs"])
+@pytest.mark.parametrize("name", ["prompt_adapter_request", "prompt_token_ids", "mm_processor_kwargs"])
 def test_arguments_of_a_call_that_are_not_supported_are_named(llm: LLM, name: str) -> None:
     given: dict[str, Any] = {name: object()}
     nothing: dict[str, Any] = {name: None}

@@ -13,13 +13,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 
 from paceline.audit.linefile import LineFile
-from paceline.audit.runlog import LineEncoder
+from paceline.audit.runlog import LineEncoder, run_header
+from paceline.config.engine import EngineConfig
 from paceline.core.events import Decision
-from paceline.core.recorder import Inputs, StepRecord
+from paceline.core.recorder import BothRecorders, Inputs, StepRecord, StepRecorder
 from paceline.errors import InputError
 
 INTERVAL_S = 0.5
@@ -111,6 +113,26 @@ class RunRecorder:
             self._stop(f"it has reached {self._max_bytes:,} bytes (--run-log-bytes)")
         if self._stopped:
             self._waiting.clear()
+
+
+def open_recorders(
+    config: EngineConfig, given: StepRecorder | None, about: Mapping[str, object]
+) -> StepRecorder | None:
+    """The recorder of steps: the one given, and the decision log and the run log if they are on."""
+    recorders = [] if given is None else [given]
+    if config.decision_log:
+        from paceline.audit.trail import Retention, TrailDb, TrailWriter
+
+        retention = Retention(
+            max_bytes=config.decision_log_bytes,
+            max_files=config.decision_log_files,
+            max_age_s=config.decision_log_days * 86400.0,
+        )
+        recorders.append(TrailWriter(TrailDb(config.decision_log, retention)))
+    if config.run_log:
+        sizes = {"max_bytes": config.run_log_bytes, "max_files": config.run_log_files}
+        recorders.append(RunRecorder(config.run_log, run_header(config, **about), **sizes))
+    return reduce(BothRecorders, recorders) if recorders else None
 
 
 def check_run_log(path: str) -> None:

@@ -491,8 +491,43 @@ class ModelConfig(CheckedOptions):
         "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
+    enable_lora: bool = option(
+        False, "compute adapters (PEFT LoRA) that requests name; on a CPU, by torch", panel="Adapters"
+    )
+    lora_modules: str = option(
+        "",
+        "adapters to load at the start, each under the name of its model; commas for several",
+        panel="Adapters",
+        metavar="NAME=FOLDER",
+    )
+    lora_dir: str | None = option(
+        None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
+    )
+    max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        assert isinstance(self.first_adapters, dict)  # raises for names that are none
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def first_adapters(self) -> dict[str, str]:
+        """The folders of --lora-modules by name."""
+        found: dict[str, str] = {}
+        for part in filter(None, (each.strip() for each in self.lora_modules.split(","))):
+            name, equals, folder = (each.strip() for each in part.partition("="))
+            if not (name and equals and folder):
+                raise ConfigError(f"--lora-modules must be NAME=FOLDER, not {part!r:.100}")
+            if name in found:
+                raise ConfigError(f"--lora-modules names {name!r:.100} twice")
+            found[name] = folder
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,6 +221,14 @@ class ResetCache(Input):
     """Every cached prefix is dropped."""
 
 
+@_logged_as("adapter")
+class SetAdapter(Input):
+    """From now on a number stands for the adapter of this identity; without one, for none any more."""
+
+    number: int
+    identity: str
+
+
 @_logged_as("done")
 class Done(Input):
     """The result of a step."""

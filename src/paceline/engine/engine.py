@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.audit.ring import DecisionRing
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, Forecast, StepEvents
 from paceline.core.guide import Guide
@@ -36,6 +37,7 @@ from paceline.core.request import (
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.tree import TreeLimits
+from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
@@ -85,6 +87,7 @@ class Engine:
         self.checker = checker
         self.watcher: StepWatcher | None = None  # None, most of the time
         self.guides = Guides(scheduler, None)
+        self.adapters = Adapters(scheduler)
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -100,18 +103,16 @@ class Engine:
         service_level: ServiceLevel = DEFAULT_LEVEL,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
-        first_id: RequestId | None = None,
         tree: TreeLimits | None = None,
+        adapter: int = NO_ADAPTER,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
 
-        `tree`: what these branches, and all that are forked from them, may have together.
-
-        `first_id` is for callers that number requests themselves: ids only go up, and those of branches follow.
+        `tree`: what these branches, and all that are forked from them, may have together. `adapter`: its number, see
+        `adapters`.
         """
-        self._number_from(first_id)
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        branches = self._family(tokens, sampling, tenant, service_level, arrival_s)
+        branches = self._family(tokens, sampling, tenant, service_level, arrival_s, adapter)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s = due_s
@@ -131,6 +132,7 @@ class Engine:
         *,
         tenant: str = DEFAULT_TENANT,
         service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = NO_ADAPTER,
     ) -> Forecast | None:
         """When a request would have its first and last token if it came now; it is not added.
 
@@ -138,7 +140,7 @@ class Engine:
         """
         next_id = self._next_id
         try:
-            branches = self._family(tokens, sampling, tenant, service_level, self._clock.now())
+            branches = self._family(tokens, sampling, tenant, service_level, self._clock.now(), adapter)
         finally:
             self._next_id = next_id
         self.scheduler.check(branches)
@@ -151,12 +153,15 @@ class Engine:
         tenant: str,
         service_level: ServiceLevel,
         arrival_s: float,
+        adapter: int,
     ) -> list[Request]:
         """The branches of a request, the others children of the first."""
+        self.adapters.check(adapter)
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
             branch.tenant, branch.service_level, branch.arrival_s = tenant, service_level, arrival_s
+            branch.adapter = adapter
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
@@ -166,11 +171,11 @@ class Engine:
         branches[0].branches = len(branches) - 1
         return branches
 
-    def _number_from(self, first_id: RequestId | None) -> None:
-        if first_id is not None:
-            if first_id < self._next_id:
-                raise InvalidRequest(f"request id {first_id} was used before")
-            self._next_id = first_id
+    def number_from(self, first_id: RequestId) -> None:
+        """The next request is to have this id, and its branches those that follow; ids only go up."""
+        if first_id < self._next_id:
+            raise InvalidRequest(f"request id {first_id} was used before")
+        self._next_id = first_id
 
     def add_request(self, request: Request) -> None:
         """Accept a request made elsewhere (a simulation, a log)."""
@@ -186,7 +191,6 @@ class Engine:
         append: Sequence[int] = (),
         score: float = 0.0,
         changes: Mapping[str, Any] | None = None,
-        first_id: RequestId | None = None,
     ) -> list[RequestId]:
         """Branch a live request `count` times behind token `at` of its output, or behind the last it has delivered.
 
@@ -194,7 +198,6 @@ class Engine:
         branch may generate as many tokens as its parent could from there, unless they say otherwise. Branches are of
         their parent's tree, where those with a higher score go first. Prune a branch to drop it.
         """
-        self._number_from(first_id)
         known = self.scheduler.tokens_of(request_id)
         parent = self.scheduler.state.requests[request_id]
         at = len(known) - parent.num_prompt if at is None else at
@@ -216,6 +219,7 @@ class Engine:
         for index, branch in enumerate(branches):
             branch.branch = parent.branches + 1 + index
             branch.tenant, branch.service_level = parent.tenant, parent.service_level
+            branch.adapter = parent.adapter
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
             branch.shares, branch.score = kept, score
             branch.keys = parent.keys[: kept // block_size]
@@ -289,6 +293,16 @@ class Engine:
             for branch in found
         ]
 
+    def unload_adapter(self, number: int) -> bool:
+        """No new request may have this adapter; those that have it end with it. False where there is none."""
+        was_loaded = self.adapters.unload(number)
+        self._release_adapters()
+        return was_loaded
+
+    def _release_adapters(self) -> None:
+        submitted = self.num_submitted
+        self.adapters.release(self._in_flight[0].plan.seq if self._in_flight else submitted + 1, submitted)
+
     def abort(self, request_id: RequestId) -> bool:
         return self.scheduler.abort(request_id)
 
@@ -357,6 +371,8 @@ class Engine:
     def _schedule(self) -> StepPlan | None:
         if self.guides.is_compiling:
             self.guides.let_in()
+        if self.adapters.is_leaving:
+            self._release_adapters()
         plan = self.scheduler.schedule()
         if self.checker is not None:
             self.checker.after_schedule(plan)

@@ -6,7 +6,7 @@ the request leaves its row, so that a steady decode step hashes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.core.request import BlockKey, Request
 from paceline.kv.prefix import KeyMaker
@@ -18,6 +18,9 @@ class PrefixKeyHooks:
     def __init__(self, maker: KeyMaker) -> None:
         self._maker = maker
         self._roots: dict[tuple[str, int, int], bytes] = {}
+        # What an adapter's number stands for: its identity is in the root, so that prefixes of one folder are shared by
+        # all its numbers and never by another's.
+        self.identity_of: Callable[[int], str] = lambda adapter: ""
 
     def admit(self, request: Request) -> None:
         return None
@@ -29,7 +32,9 @@ class PrefixKeyHooks:
         return None
 
     def _root(self, request: Request) -> bytes:
-        identity = (request.tenant, request.model, request.adapter)
+        known = self.identity_of(request.adapter) if request.adapter else ""
+        adapter = int(known, 16) if known else request.adapter
+        identity = (request.tenant, request.model, adapter)
         root = self._roots.get(identity)
         if root is None:
             if len(self._roots) > 4096:

@@ -27,6 +27,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto",),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     "convert": ("auto", "none"),
+    "max_loras": tuple(range(1, 1025)),  # a step has as many as its rows name
 }
 
 
@@ -50,7 +51,8 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
     return ModelConfig(**own), engine
 
 
-_LORA = "adapters cannot be loaded; merge it into the weights and load the merged model"
+_LORA = "give LoRARequest(name, number, folder) as lora_request; it is read when it is first used"
+_PROMPT_ADAPTER = "prompt adapters cannot be loaded; LoRA adapters can: lora_request"
 _MEDIA = "models read text only; leave images, audio and video out"
 _POOLING = "models generate text; use an embedding or ranking library for vectors and scores"
 _PROFILE = "record a run with run_log='run.jsonl.gz' and look at it with `paceline trace`"
@@ -60,7 +62,7 @@ _ONE_PROCESS = "the model runs in one process; start a second one for another de
 
 # Keyword arguments of `generate` and `chat`.
 CALLS: Hints = {
-    **dict.fromkeys(("lora_request", "prompt_adapter_request"), _LORA),
+    "prompt_adapter_request": _PROMPT_ADAPTER,
     "guided_options_request": _SCHEMA,
     "pooling_params": _POOLING,
     "mm_processor_kwargs": _MEDIA,
@@ -82,7 +84,7 @@ OPTIONS: Hints = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), _ONE_PROCESS),
     **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
     "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), _LORA),
+    "max_loras": "a step has as many adapters as its rows name; leave it out",
     "speculative_model": 'name it in speculative_config: \'{"model": "FOLDER"}\'',
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"), _MEDIA),
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",

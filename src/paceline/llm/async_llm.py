@@ -26,6 +26,7 @@ from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
 from paceline.engine.engine import Engine, apply_change
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
+from paceline.llm.adapters import LoRARequest
 from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
@@ -236,16 +237,20 @@ class AsyncLLM(ModelHolder):
         priority: int = 0,
         tenant: str = "default",
         service_tier: str | None = None,
+        lora_request: LoRARequest | None = None,
         **unsupported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion: each item is the whole output so far, or what `sampling_params.output_kind` says.
 
-        `priority` counts within the class of service that `service_tier` names; lower goes first.
+        `priority` counts within the class of service that `service_tier` names; lower goes first. `lora_request`: the
+        adapter to answer with; needs `enable_lora=True`.
         """
         check_call(self.generate, unsupported)
         params = sampling_params or self._front.default_sampling
         service_level = ServiceLevel(class_of(service_tier), priority)
-        return self._stream(lambda: self._front.read(prompt, params), request_id, tenant, service_level)
+        return self._stream(
+            lambda: self._front.read(prompt, params), request_id, tenant, service_level, lora_request
+        )
 
     def chat(
         self,
@@ -259,9 +264,10 @@ class AsyncLLM(ModelHolder):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: LoRARequest | None = None,
         **unsupported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream an answer to a conversation; `tools` as in `LLM.chat`."""
+        """Stream an answer to a conversation; `tools` and `lora_request` as in `LLM.chat`."""
         check_call(self.chat, unsupported)
         use = read_openai_tools({"tools": tools or (), "tool_choice": tool_choice})
         params = sampling_params or self._front.chat_sampling
@@ -269,7 +275,8 @@ class AsyncLLM(ModelHolder):
         def read() -> PreparedRequest:
             return self._front.read_chat(messages, params, switches=chat_template_kwargs, use=use)
 
-        return self._stream(read, request_id, tenant, ServiceLevel(class_of(service_tier), priority))
+        service_level = ServiceLevel(class_of(service_tier), priority)
+        return self._stream(read, request_id, tenant, service_level, lora_request)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""
@@ -431,6 +438,7 @@ class AsyncLLM(ModelHolder):
         request_id: str | None,
         tenant: str,
         service_level: ServiceLevel,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         arrival_s = self._engine.now_s  # the engine's thread learns of it between two steps
         prepared = await asyncio.to_thread(read)
@@ -442,7 +450,9 @@ class AsyncLLM(ModelHolder):
         kind = prepared.sampling.output_kind
         delta = OutputDelta()
         try:
-            self._loop.do(lambda: self._add(name, reader, prepared, tenant, service_level, arrival_s))
+            self._loop.do(
+                lambda: self._add(name, reader, prepared, tenant, service_level, arrival_s, lora_request)
+            )
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
@@ -471,11 +481,17 @@ class AsyncLLM(ModelHolder):
         tenant: str,
         service_level: ServiceLevel,
         arrival_s: float,
+        lora_request: LoRARequest | None,
     ) -> None:
         tokens, sampling = prepared.token_ids, prepared.sampling
         try:
             ids = self._engine.add(
-                tokens, sampling, service_level=service_level, tenant=tenant, arrival_s=arrival_s
+                tokens,
+                sampling,
+                service_level=service_level,
+                tenant=tenant,
+                arrival_s=arrival_s,
+                adapter=self._front.adapters.number(lora_request),
             )
         except Exception as error:  # refused: the caller's business alone
             reader.fail(error)

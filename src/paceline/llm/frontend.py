@@ -15,6 +15,7 @@ from paceline.core.tree import TreeLimits
 from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check
+from paceline.llm.adapters import NamedAdapters
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
 from paceline.llm.outputs import RequestOutput
@@ -44,6 +45,7 @@ class Frontend:
         for notice in loaded.notices:
             _logger.warning(notice)
         self.engine = loaded.engine
+        self.adapters = NamedAdapters(loaded.engine)
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
         self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler.finish_at, self.max_model_len)

@@ -14,6 +14,7 @@ from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
 from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
 from paceline.errors import InvalidRequest
+from paceline.llm.adapters import LoRARequest
 from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.offline import Submission, TreeInPlace, run_requests, stream_request
@@ -52,6 +53,7 @@ def progress(total: int) -> Iterator[Callable[[RequestOutput], None]]:
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(ModelHolder):
@@ -109,17 +111,25 @@ class LLM(ModelHolder):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         service_tier: str | None = None,
+        lora_request: Adapters = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts. One request failing fails no other.
 
-        `priority` counts within the class of service that `service_tier` names; lower goes first.
+        `priority` counts within the class of service that `service_tier` names; lower goes first. `lora_request`: the
+        adapter to answer with, one for all or one for each; needs `enable_lora=True`.
         """
         check_call(self.generate, unsupported)
         listed = _listed(prompts)
         params = _params(sampling_params, self._front.default_sampling, len(listed))
         prepared = [self._front.read(prompt, own) for prompt, own in zip(listed, params, strict=True)]
-        return self._run(prepared, priority, use_tqdm=use_tqdm, service_class=class_of(service_tier))
+        return self._run(
+            prepared,
+            priority,
+            use_tqdm=use_tqdm,
+            service_class=class_of(service_tier),
+            lora_request=lora_request,
+        )
 
     def chat(
         self,
@@ -133,11 +143,13 @@ class LLM(ModelHolder):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] = "auto",
+        lora_request: Adapters = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Answer conversations: one, as a list of messages, or a list of them.
 
-        With `tools`, in OpenAI's form, outputs have `tool_calls` and `reasoning` apart from their text.
+        With `tools`, in OpenAI's form, outputs have `tool_calls` and `reasoning` apart from their text. `lora_request`
+        as in `generate`.
         """
         check_call(self.chat, unsupported)
         use = read_openai_tools({"tools": tools or (), "tool_choice": tool_choice})
@@ -156,7 +168,7 @@ class LLM(ModelHolder):
                 use=use,
             )
             prepared.append(request)
-        return self._run(prepared, None, use_tqdm=use_tqdm)
+        return self._run(prepared, None, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
         self,
@@ -165,6 +177,7 @@ class LLM(ModelHolder):
         *,
         priority: int = 0,
         service_tier: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, step by step: each item is the whole output so far. `fork` and `prune` change its
         branches between two items. Leaving the iterator ends the request.
@@ -172,7 +185,11 @@ class LLM(ModelHolder):
         front, name = self._front, str(next(self._numbers))
         prepared = front.read(prompt, sampling_params or front.default_sampling)
         submission = Submission(
-            name=name, request=prepared, priority=priority, service_class=class_of(service_tier)
+            name=name,
+            request=prepared,
+            priority=priority,
+            service_class=class_of(service_tier),
+            adapter=front.adapters.number(lora_request),
         )
         return stream_request(front, submission)
 
@@ -249,6 +266,7 @@ class LLM(ModelHolder):
         *,
         use_tqdm: bool,
         service_class: str = DEFAULT_CLASS,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prepared):
             raise ValueError(f"{len(prepared)} prompts and {len(priority)} priorities: give one for each")
@@ -256,11 +274,19 @@ class LLM(ModelHolder):
             raise InvalidRequest(
                 "a held answer waits for what comes next: use LLM.tree or LLM.stream", param="on_stop"
             )
+        chosen = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(prepared)
+        if len(chosen) != len(prepared):
+            raise ValueError(f"{len(prepared)} prompts and {len(chosen)} adapters: give one, or one for each")
+        adapters = [self._front.adapters.number(each) for each in chosen]
         submissions = [
             Submission(
-                name=str(next(self._numbers)), request=request, priority=own, service_class=service_class
+                name=str(next(self._numbers)),
+                request=request,
+                priority=own,
+                service_class=service_class,
+                adapter=adapter,
             )
-            for request, own in zip(prepared, priority or [0] * len(prepared), strict=True)
+            for request, own, adapter in zip(prepared, priority or [0] * len(prepared), adapters, strict=True)
         ]
         max_open = max(1, self.loaded.config.scheduler.max_queue // 2)
         done: dict[str, RequestOutput] = {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, QueueFull, UnknownRequest
@@ -72,6 +73,7 @@ class Submission:
     request: PreparedRequest
     priority: int = 0
     service_class: str = DEFAULT_CLASS
+    adapter: int = NO_ADAPTER
 
 
 def run_requests(
@@ -195,6 +197,7 @@ def _add(front: Frontend, submission: Submission, *, only_whole: bool) -> Reques
         request.token_ids,
         request.sampling,
         service_level=ServiceLevel(submission.service_class, submission.priority),
+        adapter=submission.adapter,
     )
     arrival_s = front.engine.scheduler.state.now_s
     return front.collector.open(submission.name, request, ids, arrival_s, only_whole=only_whole)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.models.layers import Experts, FeedForward, Linear, RMSNorm
+from paceline.models.adapters import OUTPUT, QKV, StepAdapters
+from paceline.models.layers import AddTo, Experts, FeedForward, Linear, RMSNorm
 from paceline.models.rope import Rotary, rotate
 from paceline.models.spec import ModelSpec
 
@@ -67,9 +69,10 @@ class Decoder:
         lengths: Tensor,
         attend: Attend,
         tapped: dict[int, Tensor] | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`. `tapped`: gets the
-        hidden states before the layers it has as keys."""
+        hidden states before the layers it has as keys. `adapters`: of the tokens, where any has one."""
         turns = [rotary.cos_sin(positions, lengths) for rotary in self._rotaries]
         x = self.parts.embedding(tokens)
         if self.spec.embed_scale != 1.0:
@@ -78,7 +81,8 @@ class Decoder:
             if tapped is not None and index in tapped:
                 tapped[index] = x
             cos, sin = turns[self.spec.layer_ropes[index]]
-            x = self._layer(index, layer, x, cos, sin, attend)
+            add = None if adapters is None else partial(adapters.add, index)
+            x = self._layer(index, layer, x, cos, sin, attend, add)
         if tapped is not None and len(self.parts.layers) in tapped:
             tapped[len(self.parts.layers)] = x
         return self.parts.norm(x)
@@ -86,24 +90,51 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.parts.head(hidden)
 
-    def _layer(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        mixed = self._attention(index, layer.attention, layer.norm_before_attention(x), cos, sin, attend)
+    def _layer(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        add: AddTo | None,
+    ) -> Tensor:
+        mixed = self._attention(index, layer.attention, layer.norm_before_attention(x), cos, sin, attend, add)
         if layer.norm_after_attention is not None:
             mixed = layer.norm_after_attention(mixed)
         x = x + mixed
-        fed = layer.feed_forward(layer.norm_before_feed_forward(x))
+        feed_forward, normed = layer.feed_forward, layer.norm_before_feed_forward(x)
+        if isinstance(feed_forward, FeedForward):
+            fed = feed_forward(normed, add)
+        else:  # experts have no adapters
+            fed = feed_forward(normed)
         if layer.norm_after_feed_forward is not None:
             fed = layer.norm_after_feed_forward(fed)
         return x + fed
 
     def _attention(
-        self, index: int, part: Attention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        index: int,
+        part: Attention,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        add: AddTo | None,
     ) -> Tensor:
         # Queries and keys are normed and turned together: the same for both, and half the operations.
-        heads = part.qkv(x).view(len(x), -1, self.spec.head_dim)
+        product = part.qkv(x)
+        if add is not None:
+            add(QKV, x, product)
+        heads = product.view(len(x), -1, self.spec.head_dim)
         turning, values = torch.split(heads, self._heads, dim=1)
         if part.head_norm is not None:
             turning = part.head_norm(turning)
         turned = rotate(turning, cos, sin)
         queries, keys = torch.split(turned, [self.spec.num_heads, self.spec.num_kv_heads], dim=1)
-        return part.output(attend(index, queries, keys, values))
+        mixed = attend(index, queries, keys, values)
+        out = part.output(mixed)
+        if add is not None:
+            add(OUTPUT, mixed, out)
+        return out

@@ -59,6 +59,10 @@ class RMSNorm:
         return F.rms_norm(x, (x.shape[-1],), None, self._eps) * self.weight
 
 
+# The name of a product, its input and its output, which is changed in place.
+AddTo = Callable[[str, Tensor, Tensor], None]
+
+
 class FeedForward:
     """down(act(gate(x)) * up(x)), with gate and up as one product."""
 
@@ -67,9 +71,17 @@ class FeedForward:
         self.down = down
         self._activation = ACTIVATIONS[activation]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self._activation(gate) * up)
+    def __call__(self, x: Tensor, add: AddTo | None = None) -> Tensor:
+        """`add`: what adapters add to the two products."""
+        both = self.gate_up(x)
+        if add is not None:
+            add("gate_up", x, both)
+        gate, up = both.chunk(2, dim=-1)
+        inner = self._activation(gate) * up
+        out = self.down(inner)
+        if add is not None:
+            add("down", inner, out)
+        return out
 
 
 class Experts:

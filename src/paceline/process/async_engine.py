@@ -17,13 +17,14 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline.config.process import ProcessConfig
+from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
 from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.tree import TreeLimits
-from paceline.errors import InvalidRequest, PacelineError, QueueFull
+from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
 from paceline.process.client import (
@@ -121,6 +122,9 @@ class AsyncEngine:
         self._dial: DialSetting | None = None  # as it was set while serving
         self._policy: PolicyChange | None = None
         self._weights = ""  # of tenants, as `--tenant-weights` would say them
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._next_adapter = 1
+        self._loading_adapters = asyncio.Lock()  # one after the other: the last one asked for has the name
         self._next_id = 1
         self._heartbeat_s = time.monotonic()
         self._is_draining = False
@@ -161,9 +165,12 @@ class AsyncEngine:
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
+        adapter: int = NO_ADAPTER,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
-        payload = self._payload(tokens, sampling, tenant, service_level, timeout_s, tree=tree)
+        payload = self._payload(
+            tokens, sampling, tenant, service_level, timeout_s, tree=tree, adapter=adapter
+        )
         return self._start(payload, sampling.n)
 
     def fork(
@@ -229,6 +236,50 @@ class AsyncEngine:
         assert isinstance(answer, frames.Watched)
         return answer.body
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        return self._adapters
+
+    async def load_adapter(self, name: str, folder: str) -> AdapterInfo:
+        async with self._loading_adapters:
+            number = self._next_adapter
+            self._next_adapter += 1
+            try:
+                answer = await self._ask(lambda question: frames.LoadAdapter(question, number, name, folder))
+            except BaseException:  # it may be read all the same, and no request will have it
+                self._send(frames.UnloadAdapter(number))
+                raise
+            assert isinstance(answer, frames.AdapterLoaded)
+            if answer.info is None:
+                assert answer.rejected is not None
+                raise error_of(answer.rejected)
+            before = self._adapters.get(name)
+            self._adapters[name] = answer.info
+            if before is not None:  # behind every request that was given its number
+                self._send(frames.UnloadAdapter(before.number))
+            return answer.info
+
+    def unload_adapter(self, name: str) -> None:
+        known = self._adapters.pop(name, None)
+        if known is None:
+            raise UnknownAdapter(f"there is no adapter {name!r:.128}", param="lora_name")
+        self._send(frames.UnloadAdapter(known.number))
+
+    def _restore_adapters(self, first: Sequence[AdapterInfo]) -> None:
+        """An engine has come up with the adapters of the start; one in the place of another gets the rest too."""
+        if self._info is None:
+            self._adapters = {info.name: info for info in first}
+            self._next_adapter = len(first) + 1
+            return
+        now = {info.number: info for info in first}
+        for number in now.keys() - {info.number for info in self._adapters.values()}:
+            self._send(frames.UnloadAdapter(number))
+        for name, info in sorted(self._adapters.items(), key=lambda item: item[1].number):
+            if info.number in now:  # its folder was read again
+                self._adapters[name] = now[info.number]
+            else:
+                self._send(frames.LoadAdapter(0, info.number, name, info.folder, info.identity))
+
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
         answer = await self._ask(lambda question: frames.ChangeBranches(question, tuple(numbers), change))
         assert isinstance(answer, frames.Changed)
@@ -247,6 +298,11 @@ class AsyncEngine:
     def on_answer(self, answer: frames.Answer) -> None:
         """The engine's answer to a question."""
         self.on_heartbeat()
+        if isinstance(answer, frames.AdapterLoaded) and not answer.question and answer.rejected is not None:
+            lost = [name for name, info in self._adapters.items() if info.number == answer.number]
+            for name in lost:
+                del self._adapters[name]
+                _logger.warning("the adapter %s is not served any more: %s", name, answer.rejected.message)
         self._questions.answer(answer.question, answer)
 
     async def forecast(
@@ -256,12 +312,15 @@ class AsyncEngine:
         *,
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = NO_ADAPTER,
     ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
         number, sender = self._next_id, self._ready_sender()
 
         def payload() -> bytes:
-            made = self._payload(tokens, sampling, tenant, service_level, None, only_forecast=True)
+            made = self._payload(
+                tokens, sampling, tenant, service_level, None, only_forecast=True, adapter=adapter
+            )
             self._next_id += 1
             return made
 
@@ -277,6 +336,7 @@ class AsyncEngine:
         *,
         only_forecast: bool = False,
         tree: TreeLimits | None = None,
+        adapter: int = NO_ADAPTER,
     ) -> bytes:
         """The frame of a request under the next number."""
         self._check_unsent(self._ready_sender())
@@ -292,6 +352,7 @@ class AsyncEngine:
             only_forecast=only_forecast,
             service_class=service_level.service_class,
             tree=tree,
+            adapter=adapter,
         )
         payload = frames.encode(add)
         if len(payload) + HEADER.size > self._config.max_frame_bytes:
@@ -311,6 +372,7 @@ class AsyncEngine:
         self._heartbeat_s = time.monotonic()
 
     def ready(self, info: EngineInfo) -> None:
+        self._restore_adapters(info.adapters)
         self._info = info
         self._state = EngineState.READY
         self.on_heartbeat()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.counters import Counters, CPUWork
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
@@ -66,6 +67,7 @@ class EngineInfo:
     runner: dict[str, str | int] = field(
         default_factory=dict
     )  # what computes steps: its name, and more about it
+    adapters: tuple[AdapterInfo, ...] = ()  # of the start
 
     @property
     def usable_blocks(self) -> int:
@@ -210,6 +212,7 @@ class EngineClient(Protocol):
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
+        adapter: int = NO_ADAPTER,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
 
@@ -245,6 +248,7 @@ class EngineClient(Protocol):
         *,
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = NO_ADAPTER,
     ) -> Forecast | None:
         """When a request would be served if it came now; None: not known. Raises what it would be rejected with."""
 
@@ -259,6 +263,19 @@ class EngineClient(Protocol):
 
         Raises InvalidRequest for what the engine does not take.
         """
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that requests may have, by name. Also those of an engine started anew."""
+
+    async def load_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Read a folder, which gets the name when it has been read; requests under way keep what they have.
+
+        Raises InvalidAdapter.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """No new request may have it. Raises UnknownAdapter."""
 
     async def snapshot(self) -> bytes:
         """What happened since the last snapshot and how things stand, as one JSON object; see `live_view`."""

@@ -167,6 +167,7 @@ def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
         load_s=load_s,
         notices=(*busy, *loaded.notices),
         learns_step_sizes=config.scheduler.learned_steps is not None,
+        adapters=loaded.engine.adapters.infos(),
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
 

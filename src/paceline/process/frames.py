@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 
 from paceline.config.engine import ModelConfig
+from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
 from paceline.core.request import BranchState, Change, ChangeOutcome
@@ -43,12 +44,14 @@ from paceline.core.tree import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
+    InvalidAdapter,
     InvalidRequest,
     InvalidTransition,
     NeverFits,
     PacelineError,
     QueueFull,
     TreeFull,
+    UnknownAdapter,
     UnknownRequest,
 )
 from paceline.process.client import EngineInfo, EngineStats, Explanation, PolicyChange, Steering
@@ -136,6 +139,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     only_forecast: bool = False  # it is not to be served, only the forecast is wanted
     service_class: ServiceClass = DEFAULT_CLASS
     tree: TreeLimits | None = None
+    adapter: Count = NO_ADAPTER  # its number
 
 
 class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
@@ -207,6 +211,22 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
     question: Count
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, frozen=True):
+    """Reads an adapter's folder under a number; numbers only go up. `question` comes back with the answer."""
+
+    question: Count
+    number: RequestNumber
+    name: str
+    folder: str
+    identity: str = ""  # what it must be, where an engine before this one had it
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, frozen=True):
+    """No new request will have the adapter of this number."""
+
+    number: RequestNumber
+
+
 class ChangeBranches(msgspec.Struct, tag="change", array_like=True, frozen=True):
     """Changes live branches. `question` comes back with the answer."""
 
@@ -227,8 +247,8 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree
-ToEngine = Configure | Add | Fork | Abort | FinishAt | Asking | Drain | Ping | Stop
+Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree | LoadAdapter
+ToEngine = Configure | Add | Fork | Abort | FinishAt | Asking | UnloadAdapter | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -309,6 +329,15 @@ class Extended(msgspec.Struct, tag="extended", array_like=True, frozen=True):
     rejected: Rejected | None
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", array_like=True, frozen=True):
+    """The adapter that was read under a number, or why it was not."""
+
+    question: int
+    number: int
+    info: AdapterInfo | None
+    rejected: Rejected | None
+
+
 class TreeShown(msgspec.Struct, tag="tree_shown", array_like=True, frozen=True):
     """The live branches of a tree; none when the branch that was named has ended."""
 
@@ -338,7 +367,7 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
 
 
 Answer = (
-    Explained | Steered | Watched | Changed | Extended | TreeShown
+    Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded
 )  # to a question, whose number it bears
 FromEngine = Loading | Ready | LoadFailure | Update | Answer | Failed | Log
 
@@ -357,6 +386,8 @@ MAX_MESSAGE_CHARS = 512
 # The first that fits an error is its kind; what fits none is invalid.
 KINDS: dict[str, type[PacelineError]] = {
     "never_fits": NeverFits,
+    "invalid_adapter": InvalidAdapter,
+    "unknown_adapter": UnknownAdapter,
     "deadline_impossible": DeadlineImpossible,
     "deadline_infeasible": DeadlineInfeasible,
     "tree_full": TreeFull,

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.engine.engine import apply_change, resume_all
 from paceline.engine.stepper import Stepper
-from paceline.errors import EngineFailed, InvalidRequest, PacelineError, QueueFull
+from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
@@ -312,6 +313,10 @@ class EngineService:
             is_live = branch in self._engine.scheduler.state.requests
             found = self._engine.branches_of(branch) if is_live else []
             self._answers.append(frames.TreeShown(message.question, found[:MOST_TREE_BRANCHES]))
+        elif isinstance(message, frames.LoadAdapter):
+            self._load_adapter(message)
+        elif isinstance(message, frames.UnloadAdapter):
+            self._engine.unload_adapter(message.number)
         elif isinstance(message, frames.Drain):
             self._draining = True
             resume_all(self._engine.scheduler)
@@ -333,13 +338,14 @@ class EngineService:
             service_level = ServiceLevel(add.service_class, add.priority)
             if add.only_forecast:
                 forecast = self._engine.forecast(
-                    tokens, sampling, tenant=add.tenant, service_level=service_level
+                    tokens, sampling, tenant=add.tenant, service_level=service_level, adapter=add.adapter
                 )
                 self._send_forecast(add.first, forecast)
                 return
             now_s = time.monotonic()
             age_s = now_s - add.submitted_s
             submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
+            self._engine.number_from(RequestId(add.first))
             self._engine.add(
                 tokens,
                 sampling,
@@ -347,8 +353,8 @@ class EngineService:
                 service_level=service_level,
                 arrival_s=submitted_s,
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
-                first_id=RequestId(add.first),
                 tree=add.tree,
+                adapter=add.adapter,
             )
         except PacelineError as error:
             place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
@@ -363,6 +369,7 @@ class EngineService:
 
     def _fork(self, fork: frames.Fork) -> None:
         try:
+            self._engine.number_from(RequestId(fork.first))
             self._engine.fork(
                 RequestId(fork.parent),
                 fork.count,
@@ -370,7 +377,6 @@ class EngineService:
                 append=self._tokens(fork.append, "append").tolist(),
                 score=fork.score,
                 changes=fork.changes,
-                first_id=RequestId(fork.first),
             )
         except PacelineError as error:
             self._outbox.rejections.append(rejected_with(error, fork.first))
@@ -389,6 +395,19 @@ class EngineService:
             _logger.exception("request %d could not be extended", extend.branch)
             self._engine.scheduler.fail(RequestId(extend.branch), "internal_error")
         self._answers.append(frames.Extended(extend.question, rejected))
+
+    def _load_adapter(self, load: frames.LoadAdapter) -> None:
+        info, rejected = None, None
+        try:
+            info = self._engine.adapters.load(
+                load.name, Path(load.folder), number=load.number, identity=load.identity
+            )
+        except PacelineError as error:
+            rejected = rejected_with(error)
+        except Exception:
+            _logger.exception("the adapter %s could not be loaded", load.name)
+            rejected = rejected_with(InvalidAdapter("the adapter could not be loaded; the log has more"))
+        self._answers.append(frames.AdapterLoaded(load.question, load.number, info, rejected))
 
     def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
         # Counted from when the HTTP process sent the request: the client counts from there too.

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import Capacity, EngineConfig
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import BlockAppends, BlockCopies, RowCopies, RowJoins, StepPlan
 
 Index = NDArray[np.int64]
@@ -35,6 +36,7 @@ class DeviceRows:
         self.computed: Index = np.zeros(num_rows, np.int64)
         self.limit: Index = np.zeros(num_rows, np.int64)
         self.texts: Index = np.zeros(num_rows, np.int64)  # see RowJoins
+        self.adapter: Index = np.zeros(num_rows, np.int64)
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for
@@ -73,6 +75,7 @@ class DeviceRows:
         self.num_tokens[at] = joins.num_tokens
         self.computed[at] = joins.num_computed
         self.limit[at] = joins.limit
+        self.adapter[at] = joins.adapter if len(joins.adapter) else NO_ADAPTER
         if len(joins.texts):
             self.texts[at] = joins.texts
         self.ended[at] = self.decoding[at] = False

@@ -410,6 +410,10 @@ class Scheduler:
         self.state.enqueue(request)
         return True
 
+    def set_adapter(self, number: int, identity: str) -> None:
+        """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
+        self._input(inputs.SetAdapter(number=number, identity=identity))
+
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
         self._input(inputs.ResetCache())

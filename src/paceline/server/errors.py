@@ -229,6 +229,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "unsupported_modality": (400, BAD, "Only text is supported."),
     "context_length_exceeded": (400, BAD, "The request is longer than the model's context."),
     "deadline_impossible": (400, BAD, "This machine cannot answer in the time that was asked for."),
+    "invalid_adapter": (400, BAD, "The adapter cannot be used with this model."),
     "model_not_found": (404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": (404, MISSING, "This key has sent no such request lately."),
     "request_ended": (409, BAD, "This request has ended."),

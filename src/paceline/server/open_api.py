@@ -63,6 +63,7 @@ def open_api(
         path = resolve(model.model, model.revision, model.download_dir)
         checkpoint = open_checkpoint(path, load_format=model.load_format)
         names = model_names(model, config)
+        check_adapters(model, names)
         if model.tokenizer is None:
             tokenizer = Tokenizer.from_checkpoint(checkpoint)
         else:
@@ -80,6 +81,7 @@ def open_api(
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             max_thinking_tokens=config.max_thinking_tokens,
+            lora_dir=model.lora_dir,
         )
         service = Service(client, served, settings, observer=observer, billing=billing)
         batches = open_batches(service, routes(service), batch_settings)
@@ -104,6 +106,15 @@ def open_api(
         )
 
     return build
+
+
+def check_adapters(model: ModelConfig, names: tuple[str, ...]) -> None:
+    """Raises ConfigError for adapters that requests could not name, and for a folder that is not there."""
+    for name in model.first_adapters:
+        if name in names:
+            raise ConfigError(f"--lora-modules {name}: this is the name of the model; give it another one")
+    if model.lora_dir is not None and not Path(model.lora_dir).is_dir():
+        raise ConfigError(f"--lora-dir {model.lora_dir}: there is no such folder; make it first")
 
 
 def admission_gauges(admission: Admission) -> list[tuple[str, str, float]]:

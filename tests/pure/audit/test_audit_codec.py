@@ -39,6 +39,7 @@ from paceline.core.inputs import (
     Preempt,
     ResetCache,
     Resume,
+    SetAdapter,
     SetDeadline,
     SetDial,
     SetPolicy,
@@ -132,6 +133,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
             Block(request=one, reason=BlockReason.GRAMMAR, deadline_s=7.5),
             Unblock(request=one),
         ),
+        SetAdapter(number=2, identity="ab12"),
         *(ResetCache(), Done(seq=4), StepFailed(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
         *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
     ]

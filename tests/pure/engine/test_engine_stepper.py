@@ -30,12 +30,14 @@ def make(max_num_seqs: int = 4) -> tuple[Engine, ManualClock]:
 
 def test_ids_from_outside_only_go_up() -> None:
     engine, _ = make()
-    assert engine.add([1], replace(SAMPLING, n=3), first_id=RequestId(7)) == [7, 8, 9]
+    engine.number_from(RequestId(7))
+    assert engine.add([1], replace(SAMPLING, n=3)) == [7, 8, 9]
     assert engine.add([1], SAMPLING) == [10]
     for used in (1, 7, 10):
         with pytest.raises(InvalidRequest, match="used before"):
-            engine.add([1], SAMPLING, first_id=RequestId(used))
-    assert engine.add([1], SAMPLING, first_id=RequestId(11)) == [11]
+            engine.number_from(RequestId(used))
+    engine.number_from(RequestId(11))
+    assert engine.add([1], SAMPLING) == [11]
 
 
 def test_an_ending_tells_how_long_its_request_waited() -> None:

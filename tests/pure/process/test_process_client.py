@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.process import ProcessConfig
+from paceline.core.adapter import AdapterInfo
 from paceline.core.events import Decision, DecisionKind, Finished, Rule
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
-from paceline.errors import ConfigError, InvalidRequest, NeverFits, PacelineError, QueueFull
+from paceline.errors import (
+    ConfigError,
+    InvalidAdapter,
+    InvalidRequest,
+    NeverFits,
+    PacelineError,
+    QueueFull,
+    UnknownAdapter,
+)
 from paceline.process import async_engine, frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineState, EngineStats, EngineUnavailable, Explanation
@@ -349,5 +359,91 @@ def test_only_so_many_ask_at_a_time() -> None:
         assert await again == ([DECISION], True)
         for one in asked[1:]:
             one.cancel()
+
+    run(test())
+
+
+# ----------------------------------------------------------------
+# Adapters: names here, numbers in the engine, and an engine in the place of another.
+
+
+def adapter(name: str, number: int, identity: str = "aa") -> AdapterInfo:
+    return AdapterInfo(name=name, folder=f"/adapters/{name}", number=number, identity=identity, rank=4)
+
+
+async def loaded(client: AsyncEngine, sender: FakeSender, name: str, identity: str = "aa") -> AdapterInfo:
+    """Load an adapter, with the engine's part in it."""
+    asked = asyncio.ensure_future(client.load_adapter(name, f"/adapters/{name}"))
+    await asyncio.sleep(0)
+    load = sender.sent[-1]
+    assert isinstance(load, frames.LoadAdapter)
+    info = adapter(name, load.number, identity)
+    client.on_answer(frames.AdapterLoaded(load.question, load.number, info, None))
+    return await asked
+
+
+def test_a_reload_is_another_number_and_the_first_is_let_go_of_behind_its_requests() -> None:
+    async def test() -> None:
+        client, sender = connected()
+        first = await loaded(client, sender, "poet")
+        client.submit([1], SAMPLING, tenant="a", adapter=client.adapters["poet"].number)
+        second = await loaded(client, sender, "poet", "bb")
+        assert (first.number, second.number, client.adapters["poet"]) == (1, 2, second)
+        kinds = [type(frame).__name__ for frame in sender.sent]
+        assert kinds == ["LoadAdapter", "Add", "LoadAdapter", "UnloadAdapter"]
+        added = sender.sent[1]
+        assert isinstance(added, frames.Add) and added.adapter == 1
+        assert sender.sent[-1] == frames.UnloadAdapter(1)
+        client.unload_adapter("poet")
+        assert sender.sent[-1] == frames.UnloadAdapter(2)
+        with pytest.raises(UnknownAdapter, match="there is no adapter 'poet'"):
+            client.unload_adapter("poet")
+
+    run(test())
+
+
+def test_what_cannot_be_loaded_leaves_the_name_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        client, sender = connected()
+        first = await loaded(client, sender, "poet")
+        asked = asyncio.ensure_future(client.load_adapter("poet", "/adapters/other"))
+        await asyncio.sleep(0)
+        why = frames.Rejected(0, "invalid_adapter", "it has no tensors", "lora_path")
+        client.on_answer(frames.AdapterLoaded(2, 2, None, why))
+        with pytest.raises(InvalidAdapter, match="it has no tensors"):
+            await asked
+        monkeypatch.setattr(async_engine, "PATIENCE_S", 0.01)
+        with pytest.raises(EngineUnavailable):
+            await client.load_adapter("poet", "/adapters/slow")
+        assert sender.sent[-1] == frames.UnloadAdapter(3), "should it be read after all"
+        assert client.adapters == {"poet": first}
+
+    run(test())
+
+
+def test_an_engine_in_the_place_of_another_gets_the_adapters() -> None:
+    async def test() -> None:
+        client, sender = AsyncEngine(ProcessConfig()), FakeSender()
+        client.attach(sender)
+        start = replace(INFO, adapters=(adapter("one", 1), adapter("two", 2)))
+        client.ready(start)
+        assert list(client.adapters) == ["one", "two"]
+        three = await loaded(client, sender, "three")
+        four = await loaded(client, sender, "one", "cc")  # in the place of the first
+        assert (three.number, four.number) == (3, 4)
+        client.detach("lost")
+        again = FakeSender()
+        client.attach(again)
+        client.ready(replace(start, adapters=(adapter("one", 1), adapter("two", 2, "changed"))))
+        assert again.sent == [
+            frames.UnloadAdapter(1),
+            frames.LoadAdapter(0, 3, "three", "/adapters/three", "aa"),
+            frames.LoadAdapter(0, 4, "one", "/adapters/one", "cc"),
+        ]
+        assert client.adapters["two"].identity == "changed"
+        gone = frames.Rejected(0, "invalid_adapter", "it has changed", None)
+        client.on_answer(frames.AdapterLoaded(0, 3, None, gone))
+        client.on_answer(frames.AdapterLoaded(0, 4, four, None))
+        assert sorted(client.adapters) == ["one", "two"]
 
     run(test())

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from paceline.config.engine import ModelConfig
+from paceline.core.adapter import AdapterInfo
 from paceline.core.counters import Counters
 from paceline.core.dial import DialKind, DialSetting
 from paceline.core.events import Decision, DecisionKind, LogprobEvent, Rule
@@ -70,6 +71,8 @@ TO_ENGINE = [
     frames.Abort((1, 2, 3)),
     frames.FinishAt(4, 17),
     frames.Explain(3, 4),
+    frames.LoadAdapter(5, 2, "poet", "/adapters/poet", "ab12"),
+    frames.UnloadAdapter(2),
     frames.Ping(),
     frames.Stop(),
 ]
@@ -90,6 +93,9 @@ FROM_ENGINE = [
         [frames.Rejected(9, "queue_full", "no place", None)],
         EngineStats(running=3, busy_s=0.5, counters=Counters(preempted=2, preempted_by={"blocks:swap": 2})),
         [(5, None), (6, forecast(0.5, 1.5))],
+    ),
+    frames.AdapterLoaded(
+        5, 2, AdapterInfo(name="poet", folder="/adapters/poet", number=2, identity="ab12", rank=8), None
     ),
     frames.Explained(3, Explanation([Decision(DecisionKind.ADMIT, RequestId(4), Rule.FITS, step=3)], True)),
 ]

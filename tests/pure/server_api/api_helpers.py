@@ -156,8 +156,10 @@ class FakeClient(IdleClient):
         service_level: ServiceLevel = DEFAULT_LEVEL,
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
+        adapter: int = 0,
     ) -> FakeStream:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
+        given |= {"adapter": adapter} if adapter else {}
         self.submitted.append({**given, "timeout_s": timeout_s})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
         if isinstance(self.forecast_result, Forecast):
@@ -171,6 +173,7 @@ class FakeClient(IdleClient):
         *,
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = 0,
     ) -> Forecast | None:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
         self.asked.append(given)

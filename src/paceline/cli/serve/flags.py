@@ -192,7 +192,16 @@ SERVE = Command(
     run=_serve,
     takes=(
         *(ServeOptions, ServerConfig, ObserveConfig, ApiConfig, BillingConfig, BatchConfig),
-        *("Model", "Sampling", "KV cache", "Step size", "Batching", "Tuning", "Scheduling policy"),
+        *(
+            "Model",
+            "Adapters",
+            "Sampling",
+            "KV cache",
+            "Step size",
+            "Batching",
+            "Tuning",
+            "Scheduling policy",
+        ),
         *("Queue and preemption", "Recording", "Records to keep"),
         *(ProcessConfig, UnsupportedOptions),
     ),

@@ -362,6 +362,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.Block: Scheduler.block,
     inputs.Unblock: Scheduler.unblock,
     inputs.ResetCache: Scheduler.reset_prefix_cache,
+    inputs.SetAdapter: Scheduler.set_adapter,
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,

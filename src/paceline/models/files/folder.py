@@ -29,7 +29,6 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._real = path.resolve()
         config = self.json(CONFIG)
         if config is None:
             raise CheckpointError(
@@ -46,13 +45,7 @@ class ModelFolder:
 
     def file(self, name: str) -> Path | None:
         """The file of that name, or None where there is none; refuses links that lead out of the folder."""
-        path = self.path / name
-        if not path.is_file():
-            return None
-        real = path.resolve()
-        if real.parent != self._real and not self._is_own_blob(real):
-            raise CheckpointError(f"{path}: is a link that leads out of the folder; copy the file into it")
-        return path
+        return file_in(self.path, name)
 
     def json(self, name: str) -> dict[str, object] | None:
         path = self.file(name)
@@ -103,12 +96,24 @@ class ModelFolder:
             )
         return path
 
-    def _is_own_blob(self, real: Path) -> bool:
-        """Whether a snapshot's file is a blob of its repository, or one that the cache's repositories share."""
-        snapshots, repository = self._real.parent, self._real.parent.parent
-        if snapshots.name != "snapshots" or not repository.name.startswith("models--"):
-            return False
-        return real.parent == repository / "blobs" or real.parent.parent == repository.parent / "blobs"
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """The file of that name in a folder, or None where there is none; refuses links that lead out of the folder."""
+    path, home = folder / name, folder.resolve()
+    if not path.is_file():
+        return None
+    real = path.resolve()
+    if real.parent != home and not _is_own_blob(real, home):
+        raise CheckpointError(f"{path}: is a link that leads out of the folder; copy the file into it")
+    return path
+
+
+def _is_own_blob(real: Path, home: Path) -> bool:
+    """Whether a snapshot's file is a blob of its repository, or one that the cache's repositories share."""
+    snapshots, repository = home.parent, home.parent.parent
+    if snapshots.name != "snapshots" or not repository.name.startswith("models--"):
+        return False
+    return real.parent == repository / "blobs" or real.parent.parent == repository.parent / "blobs"
 
 
 def _text(value: object) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paceline.core.sampling import SamplingParams
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidAdapter, InvalidRequest
+from paceline.models.files.adapter import folder_below
 from paceline.models.files.sampling_defaults import described_sampling
 from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, list_of, map_of, text, whole
 from paceline.server.api.limits import RequestLimits
@@ -17,12 +19,13 @@ from paceline.server.api.openai_fields import LARGEST, messages_kind, model_fiel
 from paceline.server.api.openai_requests import ParsedBody, checked_model, template_options
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
+from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 
 
 def model_routes(service: Service) -> list[Route]:
     async def list_all(call: Call) -> Answer:
-        cards = [_card(name, service) for name in service.model.names]
+        cards = [_card(name, service) for name in (*service.model.names, *service.client.adapters)]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
@@ -37,21 +40,77 @@ def model_routes(service: Service) -> list[Route]:
 
 
 def _card(name: str, service: Service) -> dict[str, Any]:
-    model = service.model
+    model, adapter = service.model, service.client.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "paceline",
-        "root": model.names[0],
-        "parent": None,
+        "root": model.names[0] if adapter is None else name,
+        "parent": None if adapter is None else model.names[0],
         "max_model_len": service.facts.max_model_len,
         "permission": [],
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "paceline": {"default_sampling": described_sampling(model.generation)},
+        "paceline": {
+            "default_sampling": described_sampling(model.generation),
+            **({} if adapter is None else {"adapter": {"identity": adapter.identity, "rank": adapter.rank}}),
+        },
     }
+
+
+# POST /v1/load_lora_adapter and /v1/unload_lora_adapter, under vLLM's names: adapters come and go while serving.
+
+
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LONGEST_NAME, LONGEST_PATH = 128, 1024
+_NAME = Field(
+    "lora_name", text(1, LONGEST_NAME), "The name that requests give as their model.", required=True
+)
+LOAD_FIELDS = FieldTable(
+    LOAD_ADAPTER,
+    (
+        _NAME,
+        Field("lora_path", text(1, LONGEST_PATH), "A PEFT LoRA folder below --lora-dir.", required=True),
+        Field("load_inplace", FLAG, "true: take the place of the adapter that has this name."),
+    ),
+)
+UNLOAD_FIELDS = FieldTable(
+    UNLOAD_ADAPTER, (_NAME, Field("lora_int_id", whole(0, LARGEST), "Not needed: the name is enough."))
+)
+
+
+def adapter_routes(service: Service) -> list[Route]:
+    def folder_of_adapters() -> Path:
+        if service.settings.lora_dir is None:
+            raise UnsupportedRoute("this server loads no adapters; start it with --lora-dir FOLDER")
+        return Path(service.settings.lora_dir)
+
+    async def load(call: Call) -> Answer:
+        root = folder_of_adapters()
+        given = LOAD_FIELDS.read(call.body, strict=True).fields
+        name, path = given["lora_name"], given["lora_path"]
+        if not name.strip() or name in service.model.names:
+            raise InvalidAdapter(f"an adapter cannot have the name {name!r:.128}", param="lora_name")
+        if name in service.client.adapters and not given.get("load_inplace"):
+            raise InvalidAdapter(
+                f"the adapter {name!r:.128} is loaded; load_inplace replaces it", param="lora_name"
+            )
+        folder = await service.work(lambda: folder_below(root, path), inline=False)
+        await service.client.load_adapter(name, str(folder))
+        return Answer(body=msgspec.json.encode(_card(name, service)))
+
+    async def unload(call: Call) -> Answer:
+        folder_of_adapters()
+        name = UNLOAD_FIELDS.read(call.body, strict=True).fields["lora_name"]
+        service.client.unload_adapter(name)
+        return Answer(body=msgspec.json.encode({"id": name, "object": "model", "deleted": True}))
+
+    return [
+        described("POST", LOAD_ADAPTER, load, "Load an adapter as a model", LOAD_FIELDS, needs_admin=True),
+        described("POST", UNLOAD_ADAPTER, unload, "Unload an adapter", UNLOAD_FIELDS, needs_admin=True),
+    ]
 
 
 # POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count tokens.

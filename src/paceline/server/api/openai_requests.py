@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
+from paceline.core.adapter import AdapterInfo
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest
@@ -36,13 +37,14 @@ from paceline.text.tools.use import ToolUse
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What reading a request has to know of the model."""
 
     names: tuple[str, ...]  # the first is the one that answers carry
     max_model_len: int
     generation: GenerationDefaults
+    adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)  # by the names they are models under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,7 @@ def without_idle_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
 def checked_model(name: object, facts: ModelFacts) -> str:
     if name is None:
         return facts.names[0]
-    if name not in facts.names:
+    if name not in facts.names and name not in facts.adapters:
         message = f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}"
         raise UnknownModel(message, param="model")
     return str(name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.model_routes import model_routes, token_routes
+from paceline.server.api.model_routes import adapter_routes, model_routes, token_routes
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
 from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes
@@ -51,6 +51,7 @@ def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Rou
     return [
         *answering,
         *model_routes(service),
+        *adapter_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
         *responses_routes(service),

@@ -118,7 +118,7 @@ class Batches:
             gate=Gate(self._has_room),
             lines=LineRunner(handlers, attempts),
             callers=settings.callers,
-            models=service.model.names,
+            models=lambda: (*service.model.names, *service.client.adapters),
             max_lines=config.max_batch_lines,
             max_line_bytes=settings.max_line_bytes,
             retry_s=settings.retry_s,

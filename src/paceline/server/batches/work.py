@@ -144,7 +144,7 @@ class BatchContext:
     gate: Gate
     lines: LineRunner
     callers: Callable[[str], Caller | None]  # what a tenant's key allows now; None when it is not let in
-    models: tuple[str, ...]
+    models: Callable[[], tuple[str, ...]]  # that lines may name at the moment
     max_lines: int
     max_line_bytes: int
     retry_s: float = RETRY_S  # before something is tried a second time
@@ -266,7 +266,7 @@ class BatchWork:
         context, batch = self._context, self.batch
         rules = LineRules(
             endpoint=batch.endpoint,
-            models=context.models,
+            models=context.models(),
             max_lines=context.max_lines,
             max_line_bytes=context.max_line_bytes,
         )

@@ -37,6 +37,7 @@ class Consumption:
     cost: Cost = NO_COST  # of all branches that have ended
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
+    adapter: str = ""  # identity of the one it was computed with
 
 
 class Charge:
@@ -135,6 +136,7 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
     cost, quote, amounts = used.cost, charge.quote, charge.price(used)
     return {
         "service_class": quote.service_class,
+        **({"adapter": used.adapter} if used.adapter else {}),
         "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached),
         "prompt_tokens_cached": used.num_cached,
         "recomputed_tokens": cost.redone,

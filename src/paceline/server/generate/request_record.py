@@ -5,13 +5,18 @@ The log line, the metrics, the bill and the trace of a request are made from its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS
 from paceline.server.billing.charge import Charge, Consumption, no_charge
 from paceline.server.call import Call
+
+if TYPE_CHECKING:
+    from paceline.llm.prompts import PreparedRequest
+    from paceline.server.api.openai_requests import ParsedBody
 
 
 class Times(NamedTuple):
@@ -50,6 +55,28 @@ class RequestRecord(Consumption):
     tool_calls: dict[str, int] = field(default_factory=dict)  # by outcome, of branches that have ended
     trace_parent: str = ""  # of the trace its client says it belongs to, as it came
     trace_state: str = ""
+
+
+def record_of(
+    call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_class: str
+) -> RequestRecord:
+    """The record of a request that is about to start."""
+    return RequestRecord(
+        id=call.id,
+        route=call.route,
+        tenant=call.caller.tenant,
+        received_s=call.received_s,
+        service_class=service_class,
+        num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
+        num_branches=body.num_branches,
+        max_tokens=prepared[0].sampling.max_tokens,
+        is_stream=body.is_stream,
+        batch_id=call.caller.batch_id,
+        objectives=Times(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
+        sampling=prepared[0].sampling,
+        trace_parent=call.headers.get("traceparent", ""),
+        trace_state=call.headers.get("tracestate", ""),
+    )
 
 
 class Observer(Protocol):

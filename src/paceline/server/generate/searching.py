@@ -89,7 +89,12 @@ class TreeOverClient:
 
     @asynccontextmanager
     async def opened(
-        self, tenant: str, level: ServiceLevel, timeout_s: float | None, limits: TreeLimits | None
+        self,
+        tenant: str,
+        level: ServiceLevel,
+        timeout_s: float | None,
+        limits: TreeLimits | None,
+        adapter: int,
     ) -> AsyncIterator[None]:
         """Inside, the prompt is in the engine; however it is left, nothing of it stays there."""
         stream = self._client.submit(
@@ -99,6 +104,7 @@ class TreeOverClient:
             service_level=level,
             timeout_s=timeout_s,
             tree=limits or TreeLimits(),
+            adapter=adapter,
         )
         try:
             self._follow(stream, [self._text(self.sampling)], 0)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from paceline.core.adapter import NO_INFO, AdapterInfo
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
 from paceline.core.structure import Structure
@@ -34,11 +35,11 @@ from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
-from paceline.server.errors import ContextTooLong, UnsupportedModality
+from paceline.server.errors import ContextTooLong, UnknownModel, UnsupportedModality
 from paceline.server.generate.admission import Admission, Capacity, Permit
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
-from paceline.server.generate.request_record import Observer, RequestRecord, Times
+from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
@@ -162,6 +163,7 @@ class ServiceSettings:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     max_thinking_tokens: int | None = None
+    lora_dir: str | None = None  # below which adapters may be loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,6 +183,7 @@ class _Admitted(NamedTuple):
     ignored: tuple[str, ...]
     service_level: ServiceLevel
     quote: Quote
+    adapter: AdapterInfo  # as it is when the engine hears of the request: nothing is waited for in between
 
 
 class Service:
@@ -254,8 +257,9 @@ class Service:
         forecast, refusal = None, None
         try:
             self._quote(call, body, service_level.service_class)  # with the price it accepts
+            tenant, adapter = self._tenant(call, body), self._adapter(body).number
             forecast = await self.client.forecast(
-                ids, sampling, tenant=self._tenant(call, body), service_level=service_level
+                ids, sampling, tenant=tenant, service_level=service_level, adapter=adapter
             )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
@@ -286,13 +290,14 @@ class Service:
                 "an answer can be held only while it is streamed: set stream to true", param="on_stop"
             )
         admitted = await self._admit(call, body, body.num_branches)
-        permit, prepared, ignored, service_level, quote = admitted
+        permit, prepared, ignored, service_level, quote, adapter = admitted
         try:
-            started = self._submit(call, body, prepared, service_level)
+            started = self._submit(call, body, prepared, service_level, adapter.number)
         except BaseException:
             permit.release()
             raise
-        record = _record(call, body, prepared, service_level.service_class)
+        record = record_of(call, body, prepared, service_level.service_class)
+        record.adapter = adapter.identity
         record.shows_receipt = self.billing.wants_receipt(call)
         record.charge = self.billing.open(quote, record, body.model, hides_output=body.only_echoes)
         try:
@@ -334,7 +339,7 @@ class Service:
             if permit.allowance is not None:
                 longest = sum(prompt.sampling.max_tokens for prompt in prepared) * places // len(prepared)
                 permit.allowance.charge_tokens(permit.tokens, longest)
-            return _Admitted(permit, prepared, ignored, service_level, quote)
+            return _Admitted(permit, prepared, ignored, service_level, quote, self._adapter(body))
         except BaseException:
             permit.release()
             raise
@@ -343,9 +348,10 @@ class Service:
         """Look for an answer by branches of its prompt."""
         assert body.search is not None
         places = body.search.num_parallel
-        permit, (prepared, *_), ignored, level, quote = await self._admit(call, body, places)
-        record = _record(call, body, [prepared], level.service_class)
+        permit, (prepared, *_), ignored, level, quote, adapter = await self._admit(call, body, places)
+        record = record_of(call, body, [prepared], level.service_class)
         record.num_branches = places
+        record.adapter = adapter.identity
         record.shows_receipt = self.billing.wants_receipt(call)
         try:
             record.charge = self.billing.open(quote, record, body.model)
@@ -359,7 +365,8 @@ class Service:
                 record,
                 self.observer,
             )
-            async with tree.opened(self._tenant(call, body), level, self._timeout_s(call), body.tree):
+            timeout_s, tenant = self._timeout_s(call), self._tenant(call, body)
+            async with tree.opened(tenant, level, timeout_s, body.tree, adapter.number):
                 self.recent.note(
                     call.id, call.caller, tree.numbers, level.service_class, prompt=lambda: body.shown_prompt
                 )
@@ -410,9 +417,10 @@ class Service:
             count=asked.count,
             first_index=self.recent.add_branches(known.id, numbers),
         )
-        record = _record(call, live.body, [live.prepared], known.service_class)
+        record = record_of(call, live.body, [live.prepared], known.service_class)
         record.num_prompt += start.num_tokens
         record.num_branches, record.is_stream = asked.count, asked.is_stream
+        record.adapter = live.adapter
         record.shows_receipt = self.billing.wants_receipt(call)
         try:
             record.charge = self.billing.open(quote, record, live.body.model)
@@ -454,7 +462,7 @@ class Service:
         info, model, settings = self.client.info, self.model, self.settings
         if self._known is None or self._known.info is not info:
             longest = info.max_model_len
-            facts = ModelFacts(names=model.names, max_model_len=longest, generation=model.generation)
+            facts = ModelFacts(model.names, longest, model.generation, self.client.adapters)
             reader = PromptReader(
                 model.tokenizer, vocab_size=info.vocab_size, max_model_len=longest, seed=model.seed
             )
@@ -469,6 +477,14 @@ class Service:
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
         return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
+
+    def _adapter(self, body: ParsedBody) -> AdapterInfo:
+        """The adapter that a request names as its model. Raises UnknownModel if it was unloaded meanwhile."""
+        if body.model in self.model.names:
+            return NO_INFO
+        if body.model not in self.client.adapters:
+            raise UnknownModel(f"the model {body.model!r:.128} is not loaded any more", param="model")
+        return self.client.adapters[body.model]
 
     def _timeout_s(self, call: Call) -> float | None:
         """What is left of the time it may take; a line of a batch has the batch's own."""
@@ -533,7 +549,12 @@ class Service:
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
-        self, call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_level: ServiceLevel
+        self,
+        call: Call,
+        body: ParsedBody,
+        prepared: Sequence[PreparedRequest],
+        service_level: ServiceLevel,
+        adapter: int,
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = self._tenant(call, body)
         timeout_s = self._timeout_s(call)
@@ -547,6 +568,7 @@ class Service:
                     service_level=service_level,
                     timeout_s=timeout_s,
                     tree=body.tree,
+                    adapter=adapter,
                 )
                 started.append((prompt, stream))
         except BaseException:
@@ -572,24 +594,3 @@ def _check_length(ids: Sequence[int], most: int, name: str) -> None:
             f"leaves no room for an answer",
             param=name,
         )
-
-
-def _record(
-    call: Call, body: ParsedBody, prepared: Sequence[PreparedRequest], service_class: str
-) -> RequestRecord:
-    return RequestRecord(
-        id=call.id,
-        route=call.route,
-        tenant=call.caller.tenant,
-        received_s=call.received_s,
-        service_class=service_class,
-        num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
-        num_branches=body.num_branches,
-        max_tokens=prepared[0].sampling.max_tokens,
-        is_stream=body.is_stream,
-        batch_id=call.caller.batch_id,
-        objectives=Times(body.sampling.deadline_ms, body.sampling.ttft_slo_ms, body.sampling.itl_slo_ms),
-        sampling=prepared[0].sampling,
-        trace_parent=call.headers.get("traceparent", ""),
-        trace_state=call.headers.get("tracestate", ""),
-    )

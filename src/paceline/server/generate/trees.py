@@ -34,6 +34,7 @@ class LiveBranch:
     prepared: PreparedRequest
     text: BranchText
     num_taken_over: int  # output tokens that the engine counts as its prompt
+    adapter: str = ""  # identity of its request's
 
     def fork_point(self, at: int | None) -> int:
         """How many of its output tokens branches begin with. Raises InvalidRequest."""
@@ -79,6 +80,7 @@ class LiveBranches:
                 prepared=prepared,
                 text=text,
                 num_taken_over=taken,
+                adapter=generation.record.adapter,
             )
         self._known |= found
 
