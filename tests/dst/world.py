@@ -248,10 +248,10 @@ class World:
             self._held(held)
         if not events.finished:
             return
-        # An abort comes before the results of its step: a token beside it would come after the ending.
+        # No token of a step that was under way comes after an abort.
         for ending in events.finished:
             for batch in events.tokens if ending.reason is FinishReason.ABORT else ():
-                if ending.request in batch.requests:
+                if (batch.index[batch.requests == ending.request] >= ending.num_output).any():
                     raise InvariantViolation("S20", f"request {ending.request} got a token out of turn")
         for ending in events.finished:
             self._ended(ending)

@@ -325,13 +325,17 @@ class Engine:
 
     def step_overlapped(self) -> StepEvents:
         """The same, with the device `depth` steps behind: it computes while the next plan is made."""
+        # What guides allow depends on all tokens before. So the newest step draws when the others are done, after the
+        # next one is planned: the device has that as soon as it has drawn.
+        is_late = bool(self._in_flight and self._in_flight[-1].guides)
+        while is_late and len(self._in_flight) > 1:
+            self._wait()
         plan = self._schedule()
+        if self._in_flight:
+            self._supply()
         if plan is not None:
             self._submit(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            self._wait()
-        # What guides allow depends on all tokens before: no step goes behind one that has not been supplied.
-        while self._in_flight and self._in_flight[-1].guides:
+        if self._in_flight and (plan is None or (len(self._in_flight) > self.depth and not is_late)):
             self._wait()
         return self.scheduler.take_events()
 
@@ -387,24 +391,26 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._in_flight.append(StepInFlight(plan, _Failed(), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
         guides = self.guides.of_rows() if self.guides else None
         self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
-        if len(self._in_flight) == 1:
-            self._supply()
         return True
 
     def _supply(self) -> None:
         """Give the oldest step under way its guides: they stand behind all tokens before it now."""
         step = self._in_flight[0]
         if step.guides:
-            step.pending.supply(step.guides)
+            try:
+                step.pending.supply(step.guides)
+            except Exception as error:
+                step.pending = _Failed(error)
             step.guides = None
 
     def _wait(self) -> None:
         step = self._in_flight[0]
+        self._supply()
         try:
             result = step.pending.wait()
         except Exception as error:
@@ -422,8 +428,6 @@ class Engine:
         if self.checker is not None:
             self.checker.after_update(result)
         self._record(step, result)
-        if self._in_flight:
-            self._supply()
 
     def _recover(self, error: Exception) -> None:
         """No result will come for the steps under way: start over from a clean plan."""
@@ -483,14 +487,17 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+@dataclass(slots=True)
 class _Failed:
-    """The pending of a plan the runner refused."""
+    """The pending of a step that has no result."""
+
+    error: Exception
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
-        raise AssertionError("a refused plan has no rows")
+        raise self.error
 
     def wait(self) -> StepResult:
-        raise AssertionError("a refused plan has no result")
+        raise self.error
 
 
 # A change of a live request by its owner: priority, deadline, score, paused or not, the end of its reasoning.
