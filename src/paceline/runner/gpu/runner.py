@@ -114,7 +114,7 @@ class GPURunner:
             dtype=self._decoder.dtype,
             most_queries=1 if drafts is None else queries_of(drafts.width),
         )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, self._queue, max_draws)
         self._drafts: DeviceDrafts | None = None
         self._head: DeviceHead | None = None
         if drafts is not None:
