@@ -96,6 +96,9 @@ class KVConfig:
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
     num_disk_blocks: int = 0  # and those that the host evicts, on a disk
+    num_staging_blocks: int = (
+        0  # of the host's, those that are only the way to the disk; 0: it keeps prefixes
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -105,6 +108,8 @@ class KVConfig:
             raise ConfigError("cache_on_host needs num_host_blocks, and no layer group with a sliding window")
         if self.num_disk_blocks < 0 or (self.num_disk_blocks and not self.cache_on_host):
             raise ConfigError("num_disk_blocks must not be negative and needs cache_on_host")
+        if not 0 <= self.num_staging_blocks <= (self.num_host_blocks if self.num_disk_blocks else 0):
+            raise ConfigError("num_staging_blocks are some of num_host_blocks and need num_disk_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

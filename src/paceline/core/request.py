@@ -92,11 +92,19 @@ class BlockKey:
     """Opaque identity of one full block of tokens and everything before it.
 
     `key` finds a cached block; `payload` must be equal too before the block is used, so that a collision of
-    keys can make a hit slow but never wrong.
+    keys can make a hit slow but never wrong. What an earlier run has left on a disk has no payload: its `check`, more
+    bytes of the digest that the key is from, must be equal.
     """
 
     key: bytes
     payload: bytes
+    check: bytes = b""
+
+    def is_same(self, other: BlockKey) -> bool:
+        """Whether two keys that are equal stand for the same tokens. This one is of a cached block."""
+        if self.payload or not self.check:
+            return self.payload == other.payload
+        return self.check == other.check
 
 
 class Cost(NamedTuple):

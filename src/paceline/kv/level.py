@@ -69,6 +69,12 @@ class Level:
             names = self.cache.names(entered)
             self.pool.evictable.entered(entered, names, [uses_of[block] for block in entered])
 
+    def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """Places hold what an earlier run has left in them."""
+        self.pool.claim(places)
+        self.enter(places, keys, uses)
+        self.give_back(places)
+
     def hit(self, blocks: Blocks) -> None:
         """Blocks are about to be copied for a request: they are used, and held until `give_back`."""
         self.pool.evictable.used(blocks.tolist())
@@ -91,8 +97,10 @@ class Level:
         self.pool.evictable.evicted(blocks, [key.key for key in self._evicted_keys])
 
 
-def make_order(config: KVConfig, num_blocks: int, time: BlockTime) -> EvictionOrder:
-    """The order that the config names, for a level of `num_blocks`."""
-    if num_blocks and config.eviction == "reuse" and config.enable_prefix_caching:
+def make_order(
+    config: KVConfig, num_blocks: int, time: BlockTime, *, is_staging: bool = False
+) -> EvictionOrder:
+    """The order that the config names, for a level of `num_blocks`. Blocks pass through a staging area."""
+    if num_blocks and not is_staging and config.eviction == "reuse" and config.enable_prefix_caching:
         return ReuseOrder(num_blocks, time)
     return LeastRecentlyFreed()

@@ -7,6 +7,7 @@ is a ticket (`kv/swap.py`). Reads no clock and copies nothing. Decision: docs/de
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.request import BlockKey
+from paceline.core.store import BlockHead
 from paceline.kv.block_pool import Blocks
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.level import Level
@@ -25,6 +27,10 @@ STEPS = 4  # a level keeps room for what this many of the largest steps take
 TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
 BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
+# Most blocks that a step copies towards the disk through a staging area: beside rows that decode, beside prompts alone,
+# and with nothing else to do. Copies to the host are part of a CPU's step, and so is what the threads of the disk take.
+AHEAD_BESIDE_ROWS, AHEAD_BESIDE_PROMPTS, AHEAD_ALONE = 2, 16, 32
+STAGING_SHARE = 4  # blocks on their way down fill at most this part of the staging area
 
 
 class Budget:
@@ -67,6 +73,11 @@ class Tiers:
         self._kv = kv
         self.is_on = kv.keeps_below and costs is not None
         self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
+        self._stages = self.has_disk and bool(kv.num_staging)
+        if self._stages:
+            kv.fresh = deque(maxlen=sum(group.pool.usable for group in kv.groups))
+        self._seen_fresh = 0  # `kv.num_fresh` when there was nothing to do about them
+        self._staged: list[Ticket] = []  # that have brought blocks to the staging area since the last plan
         steps = STEPS * kv.blocks_for(step_tokens)
         # The host has to take in what comes while the disk writes.
         self._reserves = [
@@ -82,8 +93,19 @@ class Tiers:
 
     # -- down ----------------------------------------------------------------------------------------------
 
-    def sink(self, reads_prompts: bool) -> None:
+    def sink(self, num_decoding: int, reads_prompts: bool) -> None:
         """At the end of a plan: what goes next on a level whose reserve is short moves to the level below."""
+        if self._kv.num_staging:
+            if self.has_disk:
+                self._write_staged()
+                self._stage(
+                    AHEAD_BESIDE_ROWS
+                    if num_decoding
+                    else AHEAD_BESIDE_PROMPTS
+                    if reads_prompts
+                    else AHEAD_ALONE
+                )
+            return
         for above in (0, 1) if self.has_disk else (0,):
             for group, part in enumerate(self._kv.levels[above]):
                 short = self._reserves[above][group] - part.pool.num_empty
@@ -96,8 +118,97 @@ class Tiers:
         return sum(
             len(ticket.blocks[group])
             for ticket in self._kv.tickets.open.values()
-            if ticket.level == above and ticket.keys is not None and not ticket.incoming
+            if ticket.level == above and ticket.keys is not None and not ticket.incoming and not ticket.stays
         )
+
+    # Through a staging area: it keeps nothing, and the disk gets what can be hit as soon as its budget allows. So that
+    # the device drops what it evicts, and a restart finds what was there.
+
+    def arrived(self, ticket: Ticket) -> None:
+        """A copy has completed: what has come down to the staging area goes on with the next plan."""
+        if self._stages and ticket.keys is not None and not ticket.level and not ticket.incoming:
+            self._staged.append(ticket)
+
+    @property
+    def has_news(self) -> bool:
+        """A plan may have something to write to the disk, though nothing is computed."""
+        return self._stages and (bool(self._staged) or self._seen_fresh != self._kv.num_fresh)
+
+    def _write_staged(self) -> None:
+        staged, self._staged = self._staged, []
+        for ticket in staged:
+            assert ticket.keys is not None
+            for group, keys in enumerate(ticket.keys):
+                host, disk = self._kv.levels[HOST][group], self._kv.levels[DISK][group]
+                here = [
+                    at
+                    for at, key in enumerate(keys)
+                    if host.cache.find(key) == ticket.places[group][at] and disk.cache.find(key) is None
+                ][: disk.num_free]
+                if not here:
+                    continue
+                blocks = ticket.places[group][here]
+                host.pool.share(blocks)
+                self._use_disk(len(here))
+                kept = [keys[at] for at in here], [ticket.uses[group][at] for at in here]
+                self._move(HOST, group, blocks, disk.take(len(here)), *kept, incoming=False, stays=True)
+
+    def _stage(self, most: int) -> None:
+        """Copy what can be hit since lately, and is neither staged nor on the disk, to the staging area."""
+        kv, fresh = self._kv, self._kv.fresh
+        assert fresh is not None
+        under_way = sum(
+            len(ticket.keys[0]) for ticket in kv.tickets.open.values() if ticket.keys and not ticket.incoming
+        )
+        host = kv.levels[HOST][0]
+        most = min(most, max(1, host.num_places // STAGING_SHARE) - under_way, host.num_free)
+        chosen: dict[int, list[int]] = {group.index: [] for group in kv.groups}
+        left = most
+        while fresh and left > 0:
+            group, block = fresh[0]
+            if self._is_lacking(group, block) and block not in chosen[group]:
+                if not self._may_stage(group, block):
+                    break
+                chosen[group].append(block)
+                left -= 1
+            fresh.popleft()
+        if not fresh or left > 0:  # there is nothing more to do, or not now
+            self._seen_fresh = kv.num_fresh
+        for group, blocks in chosen.items():
+            if blocks:  # the last of a prompt is let go of first
+                self._stage_blocks(group, np.array(blocks[::-1], np.int64))
+
+    def _is_lacking(self, group: int, block: int) -> bool:
+        """A block of the device can be hit, and lower levels do not have what it holds."""
+        key = self._kv.groups[group].cache.entries().get(block)
+        return key is not None and all(
+            self._kv.levels[level][group].cache.find(key) is None for level in (HOST, DISK)
+        )
+
+    def _may_stage(self, group: int, block: int) -> bool:
+        device = self._kv.groups[group]
+        # While it is copied, a block cannot be handed out.
+        if not device.pool.refs[block] and device.free_for(None) <= self._reserves[0][group]:
+            return False
+        return self.budgets[DISK - 1].take(1, self._kv.block_time.now_us) > 0
+
+    def _stage_blocks(self, group: int, blocks: Blocks) -> None:
+        device, host = self._kv.groups[group], self._kv.levels[HOST][group]
+        keys = [device.cache.entries()[block] for block in blocks.tolist()]
+        uses = device.pool.evictable.uses(blocks)
+        device.pool.share(blocks)
+        self._move(0, group, blocks, host.take(len(blocks)), keys, uses, incoming=False, stays=True)
+
+    def turn_off_disk(self) -> None:
+        """The disk failed too often: nothing is on it any more, and nothing goes there."""
+        if not self.has_disk:
+            return
+        self.has_disk = self._stages = False
+        self._staged.clear()
+        if self._kv.fresh is not None:
+            self._kv.fresh = None
+        for part in self._kv.levels[DISK]:
+            part.forget(np.array(list(part.cache.entries()), np.int64))
 
     def _sink(self, above: int, group: int, short: int, slower: int) -> None:
         kv = self._kv
@@ -218,6 +329,7 @@ class Tiers:
         uses: Sequence[int],
         *,
         incoming: bool,
+        stays: bool = False,
     ) -> None:
         """Issue a ticket of one layer group that holds its blocks and places already."""
         kv, none = self._kv, blocks[:0]
@@ -231,8 +343,12 @@ class Tiers:
             level=above,
             keys=tuple(keys if index == group else () for index in others),
             uses=tuple(uses if index == group else () for index in others),
+            stays=stays,
         )
         number = kv.tickets.issue(ticket)
         delta = kv.delta
         moves = (delta.fetch if incoming else delta.store) if above else delta.swap_out
         moves.append((number, group, blocks, places))
+        if above:
+            heads = delta.fetch_heads if incoming else delta.store_heads
+            heads += [BlockHead(key.key, key.check, count) for key, count in zip(keys, uses, strict=True)]

@@ -36,6 +36,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
             _copy_done(state, ticket)
     for ticket in result.copies_failed.tolist() if len(result.copies_failed) else ():
         copy_failed(state, ticket)
+    if result.disk_is_off:
+        state.tiers.turn_off_disk()
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     if not all_set(current):
@@ -225,6 +227,8 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
 def _copy_done(state: SchedulerState, number: int) -> None:
     """A copy has completed; a request that was coming back, or loading, runs."""
     ticket = state.kv.complete_ticket(number)
+    if ticket is not None:
+        state.tiers.arrived(ticket)
     request = None if ticket is None else _waits_for(state, ticket, number)
     if ticket is None or request is None:
         return
