@@ -35,6 +35,7 @@ from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
+from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
@@ -58,7 +59,9 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
+    from paceline.runner.disk_store import DiskStore
     from paceline.runner.drafts import Drafter
+    from paceline.runner.stores import StoreThreads
     from paceline.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 3  # of which the shortest counts
@@ -171,6 +174,7 @@ class LoadedModel:
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
+    store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -228,15 +232,22 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
     engine = build_engine(
         config,
         runner,
+        hooks=None if disk is None else PrefixKeyHooks(KeyMaker(config.kv.block_size, disk.store.key)),
         recorder=recorder,
         about={"runner": hardware.runner},
         guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
+    if disk is not None:
+        from paceline.runner.disk_level import restore
+
+        count = restore(engine.scheduler, disk.store)
+        notices += (f"{count} blocks of earlier runs found in {model.kv_disk_dir}",) if count else ()
+        engine.on_close = disk.close
     return LoadedModel(
         engine=engine,
         config=config,
@@ -247,7 +258,19 @@ def load_model(
         pulse=pulse,
         free=None if on_gpu else free,
         cpu_work=cpu_work,
+        store_work=(lambda: NO_STORE_WORK) if disk is None else disk.threads.work,
     )
+
+
+class Disk(NamedTuple):
+    """A folder with blocks, and the threads that use it."""
+
+    store: DiskStore
+    threads: StoreThreads
+
+    def close(self) -> None:
+        self.threads.close()
+        self.store.close()
 
 
 class Built(NamedTuple):
@@ -259,6 +282,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
+    disk: Disk | None = None
 
 
 def _on_cpu(
@@ -271,8 +295,10 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
+    from paceline.runner.disk_level import open_disk, with_places, with_rates
     from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.stores import StoreThreads
 
     guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
     backend: CPUBackend | str
@@ -296,7 +322,13 @@ def _on_cpu(
         )
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    about = {name: value for name, value in backend.about.items() if name != "threads"}
+    known = (config.kv.block_size, about, model.quantization, drafts and (drafts.method, drafts.model))
+    store = open_disk(model, config, per_block, checkpoint, known)
+    if store is not None:
+        config = with_places(config, store)
+    kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
@@ -307,15 +339,20 @@ def _on_cpu(
     )
     step = backend.make_step(config)
     drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
-    runner = CPURunner(config, step, ends, shared[0], drafter)
+    threads = None if store is None else StoreThreads(store, step.kv, per_block)
+    runner = CPURunner(config, step, ends, shared[0], drafter, threads)
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
-        config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
+        prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
+        if store is not None:
+            prices = with_rates(prices, model, store, per_block)
+        config = _with_costs(config, prices)
     memory = getattr(step, "adapters", None) if model.has_adapters else None
-    return Built(config, runner, hardware, backend.notices, runner.work, memory)
+    disk = None if store is None or threads is None else Disk(store, threads)
+    return Built(config, runner, hardware, backend.notices, runner.work, memory, disk)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -181,7 +181,8 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
             cache_on_host=True,
             num_host_blocks=num_host,
             num_disk_blocks=num_disk,
-            num_staging_blocks=rng.choice((0, 0, num_host)) if num_disk else 0,
+            # Not drawn from `rng`, so that the rest of a seed is what it was.
+            num_staging_blocks=num_host if num_disk and (num_host + num_disk) % 3 == 0 else 0,
         ),
         scheduler=replace(scheduler, preemption_costs=costs),
     )

@@ -487,6 +487,23 @@ class ModelConfig(CheckedOptions):
         basic=True,
         default_text="2G, at most a quarter of free memory; on a GPU the rest",
     )
+    kv_disk_dir: str | None = option(
+        None,
+        "folder for the KV of prompts, kept over restarts; one server each",
+        panel="KV cache",
+        metavar="FOLDER",
+    )
+    kv_disk_size: int | None = option(
+        None, "most bytes in --kv-disk-dir", low=1, panel="KV cache", metavar="BYTES", default_text="16G"
+    )
+    kv_disk_write_rate: int | None = option(
+        None,
+        "most bytes a second written to --kv-disk-dir",
+        low=1,
+        panel="KV cache",
+        metavar="BYTES",
+        default_text="half of what it showed at start-up",
+    )
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )
@@ -514,6 +531,8 @@ class ModelConfig(CheckedOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.kv_disk_dir is None and (self.kv_disk_size or self.kv_disk_write_rate):
+            raise ConfigError("--kv-disk-size and --kv-disk-write-rate need --kv-disk-dir")
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
 
     @property

@@ -88,6 +88,7 @@ class Engine:
         self.watcher: StepWatcher | None = None  # None, most of the time
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
+        self.on_close: Callable[[], object] = lambda: None  # called last, once
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -365,6 +366,7 @@ class Engine:
         try:
             self.drain()
         finally:
+            self.on_close()
             if self._recorder is not None:
                 self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 
