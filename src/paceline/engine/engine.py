@@ -44,6 +44,7 @@ from paceline.scheduler.scheduler import Scheduler
 
 OnForecast = Callable[[RequestId, Forecast | None], object]
 MAX_FAILURES_IN_A_ROW = 3
+LONGEST_WRITE_S = 10.0  # that closing waits for a disk
 
 
 @dataclass(slots=True)
@@ -362,9 +363,12 @@ class Engine:
         return not self._in_flight and not self.scheduler.has_open_copies
 
     def close(self) -> None:
-        """Complete what is under way and close the log."""
+        """Complete what is under way, what is to be written to a disk too, and close the log."""
         try:
             self.drain()
+            until_s = self._clock.now() + LONGEST_WRITE_S
+            while not (self.has_requests or self.is_idle) and self._clock.now() < until_s:
+                self.step()
         finally:
             self.on_close()
             if self._recorder is not None:
