@@ -233,6 +233,10 @@ def load_model(
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
     config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
+    if disk is not None:
+        from paceline.runner.stores import StoringRunner
+
+        runner = StoringRunner(runner, disk.threads)
     engine = build_engine(
         config,
         runner,
@@ -339,8 +343,7 @@ def _on_cpu(
     )
     step = backend.make_step(config)
     drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
-    threads = None if store is None else StoreThreads(store, step.kv, per_block)
-    runner = CPURunner(config, step, ends, shared[0], drafter, threads)
+    runner = CPURunner(config, step, ends, shared[0], drafter)
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
@@ -351,7 +354,7 @@ def _on_cpu(
             prices = with_rates(prices, model, store, per_block)
         config = _with_costs(config, prices)
     memory = getattr(step, "adapters", None) if model.has_adapters else None
-    disk = None if store is None or threads is None else Disk(store, threads)
+    disk = None if store is None else Disk(store, StoreThreads(store, step.kv, per_block))
     return Built(config, runner, hardware, backend.notices, runner.work, memory, disk)
 
 

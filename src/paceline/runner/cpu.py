@@ -36,7 +36,6 @@ from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
-from paceline.runner.stores import StoreThreads
 
 I32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
@@ -104,10 +103,8 @@ class CPURunner:
         eos_token_ids: tuple[int, ...] | None = None,
         pulse: Pulse | None = None,
         drafter: Drafter | None = None,
-        stores: StoreThreads | None = None,
     ) -> None:
         self._config = config
-        self._stores = stores
         self._compute = compute
         self._drawing = compute if isinstance(compute, DrawingStep) else None
         self._pulse = pulse if pulse is not None else Pulse()
@@ -145,8 +142,6 @@ class CPURunner:
         # A plan without rows follows a failed step: what that left on the device may be anything.
         if not len(full.joins.row):
             self._kv.wipe()
-        if self._stores is not None:
-            self._stores.forget()
         self._queue.clear()
         self._guides.clear()
         self._done.clear()
@@ -175,9 +170,7 @@ class CPURunner:
     def _execute(self, plan: StepPlan) -> StepResult:
         started_s = time.perf_counter()
         self._apply(plan)
-        tickets, failed = self._move_blocks(plan), EMPTY
-        if self._stores is not None:
-            self._stores.submit(plan)
+        tickets = self._move_blocks(plan)
         rows = self._rows
         guides = self._guides.pop(plan.seq, {})
         drafts, is_forced = self._drafts(plan, guides)
@@ -204,10 +197,6 @@ class CPURunner:
             tally = self._drafter.take_tally()
         if self._follower is not None and len(at):
             self._follower.follow(rows, batch)
-        if self._stores is not None:
-            # A step without tokens has nothing to do but to wait for a copy.
-            moved = self._stores.completed(wait=not (len(at) or len(tickets)))
-            tickets, failed = np.concatenate([tickets, moved.done]), moved.failed
         return StepResult(
             seq=plan.seq,
             rows=at.astype(np.int32),
@@ -217,8 +206,6 @@ class CPURunner:
             finished=drawn.finished,
             finite=finite,
             copies_done=tickets,
-            copies_failed=failed,
-            disk_is_off=self._stores is not None and self._stores.is_off,
             logprobs=logprobs,
             times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
             verified=EMPTY if verified is None else verified.astype(np.int32),

@@ -13,13 +13,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.plan import EMPTY, Moves, StepPlan
+from paceline.core.guide import Guide
+from paceline.core.plan import EMPTY, Moves, Pending, Runner, StepPlan, StepResult
 from paceline.core.store import NO_STORE_WORK, BlockHead, BlockStore, StoreWork
 
 I32 = NDArray[np.int32]
@@ -45,6 +46,10 @@ class Reported(NamedTuple):
 
     done: I32 = EMPTY
     failed: I32 = EMPTY
+
+    @property
+    def has_any(self) -> bool:
+        return bool(len(self.done) or len(self.failed))
 
 
 NOTHING = Reported()
@@ -245,6 +250,46 @@ class StoreThreads:
                 "KV on disk: failed %d times in a minute and is off until the server is started again",
                 FAILURES,
             )
+
+
+class StoringRunner:
+    """A runner whose plans may store and fetch blocks too: their tickets come back in the results of its steps."""
+
+    def __init__(self, runner: Runner, threads: StoreThreads) -> None:
+        self._runner, self._threads = runner, threads
+
+    def reset(self, full: StepPlan) -> None:
+        self._threads.forget()
+        self._runner.reset(full)
+
+    def submit(self, plan: StepPlan) -> StoringPending:
+        pending = self._runner.submit(plan)  # first: if it raises, nothing has begun
+        self._threads.submit(plan)
+        return StoringPending(pending, self._threads)
+
+
+class StoringPending:
+    """A submitted step of such a runner."""
+
+    __slots__ = ("_pending", "_threads")
+
+    def __init__(self, pending: Pending, threads: StoreThreads) -> None:
+        self._pending, self._threads = pending, threads
+
+    def supply(self, guides: Mapping[int, Guide]) -> None:
+        self._pending.supply(guides)
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        # A step without tokens has nothing to do but to wait for a copy.
+        moved = self._threads.completed(wait=not (len(result.rows) or len(result.copies_done)))
+        if not (moved.has_any or self._threads.is_off):
+            return result
+        return result._replace(
+            copies_done=np.concatenate([result.copies_done, moved.done]),
+            copies_failed=np.concatenate([result.copies_failed, moved.failed]),
+            disk_is_off=self._threads.is_off,
+        )
 
 
 def _drop(move: Move) -> None:
