@@ -27,6 +27,7 @@ from paceline.config.engine import (
     SchedulerConfig,
 )
 from paceline.config.options import pick
+from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
@@ -40,7 +41,7 @@ from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
@@ -59,9 +60,8 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
-    from paceline.runner.disk_store import DiskStore
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
-    from paceline.runner.stores import StoreThreads
     from paceline.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 3  # of which the shortest counts
@@ -205,7 +205,7 @@ def load_model(
     from paceline.models.files.open import open_checkpoint
 
     # Raises at once for a bad option.
-    drafts = DraftConfig.read(model.speculative_config)
+    drafts = read_speculative_config(model.speculative_config)
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -226,6 +226,8 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
+    if on_gpu and model.kv_disk_dir is not None:
+        raise ConfigError("--kv-disk-dir is for engines on a CPU: add --device cpu, or leave it out")
     if on_gpu and model.has_adapters:
         raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
@@ -233,10 +235,6 @@ def load_model(
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
     config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
-    if disk is not None:
-        from paceline.runner.stores import StoringRunner
-
-        runner = StoringRunner(runner, disk.threads)
     engine = build_engine(
         config,
         runner,
@@ -247,10 +245,7 @@ def load_model(
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
     if disk is not None:
-        from paceline.runner.disk_level import restore
-
-        count = restore(engine.scheduler, disk.store)
-        notices += (f"{count} blocks of earlier runs found in {model.kv_disk_dir}",) if count else ()
+        notices += disk.attach(engine.scheduler)
         engine.on_close = disk.close
     return LoadedModel(
         engine=engine,
@@ -262,19 +257,8 @@ def load_model(
         pulse=pulse,
         free=None if on_gpu else free,
         cpu_work=cpu_work,
-        store_work=(lambda: NO_STORE_WORK) if disk is None else disk.threads.work,
+        store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
     )
-
-
-class Disk(NamedTuple):
-    """A folder with blocks, and the threads that use it."""
-
-    store: DiskStore
-    threads: StoreThreads
-
-    def close(self) -> None:
-        self.threads.close()
-        self.store.close()
 
 
 class Built(NamedTuple):
@@ -286,7 +270,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
-    disk: Disk | None = None
+    disk: DiskLevel | None = None
 
 
 def _on_cpu(
@@ -299,10 +283,9 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.disk_level import open_disk, with_places, with_rates
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
-    from paceline.runner.stores import StoreThreads
 
     guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
     backend: CPUBackend | str
@@ -329,9 +312,8 @@ def _on_cpu(
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
     known = (config.kv.block_size, about, model.quantization, drafts and (drafts.method, drafts.model))
-    store = open_disk(model, config, per_block, checkpoint, known)
-    if store is not None:
-        config = with_places(config, store)
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
     kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
@@ -350,12 +332,10 @@ def _on_cpu(
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
-        if store is not None:
-            prices = with_rates(prices, model, store, per_block)
-        config = _with_costs(config, prices)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
     memory = getattr(step, "adapters", None) if model.has_adapters else None
-    disk = None if store is None else Disk(store, StoreThreads(store, step.kv, per_block))
-    return Built(config, runner, hardware, backend.notices, runner.work, memory, disk)
+    moving = runner if disk is None else disk.start(runner, step.kv)
+    return Built(config, moving, hardware, backend.notices, runner.work, memory, disk)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -604,30 +584,17 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     from paceline.guide.compile import GuideCompiler
     from paceline.guide.matcher import mask_threads
 
+    def vocabulary() -> Vocabulary:
+        from paceline.text.vocabulary import vocabulary_of
+
+        return vocabulary_of(tokenizer)
+
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
-
-
-def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
-    from paceline.guide.matcher import Vocabulary
-
-    table = None if tokenizer is None else tokenizer.table
-    if tokenizer is None or table is None:
-        raise InvalidRequest(
-            "structured_outputs: the tokens of this model have no bytes of their own",
-            param="structured_outputs",
-        )
-    return Vocabulary(
-        bytes_of=table.bytes_of,
-        control=tokenizer.control_tokens,
-        special_ids=frozenset(tokenizer.special_ids),
-        eos_token_ids=tokenizer.eos_token_ids,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-    )
+    return GuideCompiler(vocabulary, objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:

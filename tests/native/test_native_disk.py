@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 from paceline import LLM
+from paceline.audit.runlog import read_run_log
 from paceline.errors import ConfigError
-from paceline.runner import disk_level
+from paceline.lab.sim.replayer import replay
+from paceline.runner.disk_level import DiskLevel
 from tests.e2e.model_cli import environment
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
@@ -32,7 +34,7 @@ SIZE = 4 << 20  # about half of what all prompts take
 
 @pytest.fixture(autouse=True)
 def cheap_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_level, "with_rates", disk_victim.cheap_disk)
+    monkeypatch.setattr(DiskLevel, "with_rates", disk_victim.cheap_disk)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,16 @@ def test_output_has_the_same_bits_from_the_disk(model: Path, tmp_path: Path, bac
     warm, found = run(model, tmp_path, numbers, cpu_backend=backend)
     assert warm == expected
     assert found == [384] * 6
+
+
+def test_a_warm_start_replays(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "kv", [0, 1, 2])
+    log = tmp_path / "run.jsonl"
+    _, found = run(model, tmp_path / "kv", [2, 3, 0, 8], run_log=str(log))
+    assert found[0] == 384
+    assert '"restored"' in log.read_text()
+    report = replay(read_run_log(log))
+    assert report.is_equal, report
 
 
 def test_what_another_kernel_or_type_has_computed_is_not_found(

@@ -242,6 +242,9 @@ class KVManager:
             group.adopt(row, blocks, start)
             self.block_time.gained(row, len(blocks))
             group.published[row] = group.computed_from[row] = match.num_blocks
+            if self.fresh is not None:  # what is used again is written first, its beginning before the rest
+                self.fresh.extendleft([(group.index, block) for block in blocks[::-1].tolist()])
+                self.num_fresh += len(blocks)
             self.delta.appends.append((row, group.index, start, blocks))
 
     def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:

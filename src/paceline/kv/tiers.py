@@ -156,7 +156,9 @@ class Tiers:
     def _stage(self, most: int) -> None:
         """Copy what can be hit since lately, and is neither staged nor on the disk, to the staging area."""
         kv, fresh = self._kv, self._kv.fresh
-        assert fresh is not None
+        if not fresh:
+            self._seen_fresh = kv.num_fresh
+            return
         under_way = sum(
             len(ticket.keys[0]) for ticket in kv.tickets.open.values() if ticket.keys and not ticket.incoming
         )

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config.engine import EngineConfig, ModelConfig, PreemptionCosts
+from paceline.core.plan import Runner
 from paceline.core.request import BlockKey
-from paceline.core.store import BlockHead, BlockStore
+from paceline.core.store import NO_STORE_WORK, BlockHead, StoreWork
 from paceline.errors import ConfigError
 from paceline.models.files.open import Checkpoint
 from paceline.runner.disk_store import DiskStore
+from paceline.runner.stores import HostBlocks, StoreThreads, StoringRunner
 from paceline.scheduler.scheduler import Scheduler
 
 DEFAULT_BYTES = 16 << 30
@@ -41,66 +43,84 @@ def fingerprint(checkpoint: Checkpoint, about: object) -> bytes:
     return digest.digest()
 
 
-def open_disk(
-    model: ModelConfig, config: EngineConfig, block_bytes: int, checkpoint: Checkpoint, about: object
-) -> DiskStore | None:
-    """The folder of --kv-disk-dir; None where there is none. `about`: see `fingerprint`. Raises ConfigError."""
-    if model.kv_disk_dir is None:
-        return None
-    if any(group.window for group in config.kv.groups):
-        raise ConfigError(
-            "--kv-disk-dir: this model has layers with a sliding window, whose prefixes stay on the device"
+class DiskLevel:
+    """A folder below one engine. Its threads begin with `start`."""
+
+    def __init__(self, store: DiskStore, block_bytes: int, write_rate: int | None) -> None:
+        """`write_rate`: bytes a second; None: half of what the disk shows."""
+        self.store = store
+        self._block_bytes, self._write_rate = block_bytes, write_rate
+        self._threads: StoreThreads | None = None
+
+    @classmethod
+    def open(
+        cls, model: ModelConfig, config: EngineConfig, block_bytes: int, checkpoint: Checkpoint, about: object
+    ) -> DiskLevel | None:
+        """That of --kv-disk-dir; None where there is none. `about`: see `fingerprint`. Raises ConfigError."""
+        if model.kv_disk_dir is None:
+            return None
+        if any(group.window for group in config.kv.groups):
+            raise ConfigError(
+                "--kv-disk-dir: this model has layers with a sliding window, whose prefixes stay on the device"
+            )
+        if not config.kv.enable_prefix_caching or config.scheduler.mode != "continuous":
+            raise ConfigError("--kv-disk-dir keeps prefixes: it needs prefix caching and --mode continuous")
+        store = DiskStore(
+            Path(model.kv_disk_dir),
+            size=DEFAULT_BYTES if model.kv_disk_size is None else model.kv_disk_size,
+            place_bytes=block_bytes,
+            fingerprint=fingerprint(checkpoint, about),
         )
-    if not config.kv.enable_prefix_caching or config.scheduler.mode != "continuous":
-        raise ConfigError("--kv-disk-dir keeps prefixes: it needs prefix caching and --mode continuous")
-    size = DEFAULT_BYTES if model.kv_disk_size is None else model.kv_disk_size
-    return DiskStore(
-        Path(model.kv_disk_dir),
-        size=size,
-        place_bytes=block_bytes,
-        fingerprint=fingerprint(checkpoint, about),
-    )
+        return cls(store, block_bytes, model.kv_disk_write_rate)
 
+    def with_places(self, config: EngineConfig) -> EngineConfig:
+        """With the places of the disk. Where the host keeps no prefixes, some of its places are the way there.
 
-def with_places(config: EngineConfig, disk: BlockStore) -> EngineConfig:
-    """With the places of the disk, and some of the host on the way there.
+        A prompt is loaded in one piece, so that the longest should fit; what no request needs is never touched.
+        """
+        kv, staging = config.kv, 0
+        if not kv.cache_on_host:
+            longest = -(-config.scheduler.max_model_len // kv.block_size)
+            staging = max(LEAST_STAGING, min(longest, kv.num_blocks // STAGING_PART))
+        kv = replace(
+            kv,
+            cache_on_host=True,
+            num_host_blocks=kv.num_host_blocks + staging,
+            num_staging_blocks=staging,
+            num_disk_blocks=self.store.num_places,
+        )
+        return replace(config, kv=kv)
 
-    A prompt is loaded in one piece, so that the longest should fit; what no request needs is never touched.
-    """
-    kv = config.kv
-    longest = -(-config.scheduler.max_model_len // kv.block_size)
-    staging = max(LEAST_STAGING, min(longest, kv.num_blocks // STAGING_PART))
-    kv = replace(
-        kv,
-        cache_on_host=True,
-        num_host_blocks=kv.num_host_blocks + staging,
-        num_staging_blocks=staging,
-        num_disk_blocks=disk.num_places,
-    )
-    return replace(config, kv=kv)
+    def with_rates(self, costs: PreemptionCosts) -> PreemptionCosts:
+        """With what the disk shows."""
+        write_rate, read_rate = self.store.measure()
+        budget = write_rate / 2 if self._write_rate is None else self._write_rate
+        return replace(
+            costs, disk_block_s=self._block_bytes / read_rate, disk_write_s=self._block_bytes / budget
+        )
 
+    def start(self, runner: Runner, host: HostBlocks) -> StoringRunner:
+        """A runner that moves blocks too; `host`: the places of the other one."""
+        self._threads = StoreThreads(self.store, host, self._block_bytes)
+        return StoringRunner(runner, self._threads)
 
-def with_rates(
-    costs: PreemptionCosts, model: ModelConfig, disk: DiskStore, block_bytes: int
-) -> PreemptionCosts:
-    """With what the disk showed: writes get half of it, unless --kv-disk-write-rate says how much."""
-    write_rate, read_rate = disk.measure()
-    given = model.kv_disk_write_rate
-    return replace(
-        costs,
-        disk_block_s=block_bytes / read_rate,
-        disk_write_s=block_bytes / (write_rate / 2 if given is None else given),
-    )
-
-
-def restore(scheduler: Scheduler, store: BlockStore) -> int:
-    """Tell the scheduler what survived in a store; returns the number of blocks."""
-    kept = list(_once(store.entries()))
-    if kept:
+    def attach(self, scheduler: Scheduler) -> tuple[str, ...]:
+        """Tell a scheduler what survived; returns what an operator should know."""
+        kept = list(_once(self.store.entries()))
+        if not kept:
+            return ()
         places, heads = zip(*kept, strict=True)
         keys = [BlockKey(head.key, b"", head.check) for head in heads]
         scheduler.restore(places, keys, [head.uses for head in heads])
-    return len(kept)
+        return (f"--kv-disk-dir: {len(kept)} blocks of earlier runs",)
+
+    def work(self) -> StoreWork:
+        return NO_STORE_WORK if self._threads is None else self._threads.work()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+        self.store.close()
 
 
 def _once(entries: Iterable[tuple[int, BlockHead]]) -> Iterator[tuple[int, BlockHead]]:

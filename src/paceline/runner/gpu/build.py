@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.speculative import read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
@@ -110,7 +111,7 @@ def choose_gpu_sizes(
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
     if "num_blocks" not in sizes:
         draws = sizes["max_num_seqs"]
-        if DraftConfig.read(model.speculative_config) is not None:
+        if read_speculative_config(model.speculative_config) is not None:
             draws = max(draws, DRAFT_BUCKETS[-1])
         buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
         if head is not None:
