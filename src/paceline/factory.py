@@ -506,6 +506,7 @@ def _on_gpu(
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         config = _with_costs(config, device_preemption_costs(runner, config.scheduler, block_s))
+    runner.host_places.pin_rest()
     hardware = Hardware(
         device=torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -537,7 +538,11 @@ def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
     windows = checkpoint.spec.group_windows
     return EngineConfig(
-        kv=KVConfig(**pick(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)),
+        kv=KVConfig(
+            **pick(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in windows),
+            cache_on_host=sizes.get("cache_on_host", False),
+        ),
         scheduler=_scheduler_config(sizes),
         **pick(EngineConfig, sizes),
     )

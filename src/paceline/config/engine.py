@@ -482,6 +482,9 @@ class ModelConfig(CheckedOptions):
         basic=True,
         default_text="2G, at most a quarter of free memory; on a GPU the rest",
     )
+    kv_offloading_size: float = option(
+        0.0, "GiB of host memory for prefixes that leave a GPU's KV cache", low=0.0, panel="KV cache"
+    )
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )

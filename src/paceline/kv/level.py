@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from paceline.config.engine import KVConfig
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder, LeastRecentlyFreed
@@ -27,6 +29,7 @@ class Level:
         """`make_pool`: of the device, whose first block is the null block."""
         self.cache = PrefixCache()
         self._evicted_keys: list[BlockKey] = []  # of the last eviction
+        self.is_fetched = np.zeros(num_blocks, np.bool_)  # what a block holds came from the level below
         if make_pool is not None:
             self.pool = make_pool(num_blocks, on_evict=self._evict, order=order)
         else:
@@ -60,8 +63,11 @@ class Level:
             found.append(block)
         return found
 
-    def enter(self, blocks: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+    def enter(
+        self, blocks: Blocks, keys: Sequence[BlockKey], uses: Sequence[int], *, from_below: bool
+    ) -> None:
         """Blocks hold these prefixes from now on. `uses`: what is left of earlier ones, as `uses` said above."""
+        self.is_fetched[blocks] = from_below
         entered = self.cache.add(blocks.tolist(), keys)
         if entered:
             self.pool.cached[entered] = True

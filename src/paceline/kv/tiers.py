@@ -147,13 +147,16 @@ class Tiers:
             num_disk += not is_here
         return Below(num_host, num_coming, due_s, num_disk)
 
-    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> int:
-        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket."""
+    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> tuple[int, int]:
+        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket, and how many of
+        them came from the disk."""
         kv = self._kv
         blocks, places = [], []
+        from_disk = 0
         for group, host in zip(kv.groups, kv.levels[HOST], strict=True):
             found = np.array(host.find(keys), np.int64)
             host.hit(found)
+            from_disk = max(from_disk, int(np.count_nonzero(host.is_fetched[found])))
             start, taken = group.append(row, len(keys))
             group.pool.share(taken)  # the ticket's own references
             kv.block_time.gained(row, len(keys))
@@ -166,12 +169,22 @@ class Tiers:
         number = kv.tickets.issue(ticket)
         for index, (taken, found) in enumerate(zip(blocks, places, strict=True)):
             kv.delta.swap_in.append((number, index, taken, found))
-        return number
+        return number, from_disk
+
+    def makes_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks will soon be free on the device without evicting any that the host lacks."""
+        device = zip(self._kv.levels[0], self._reserves[0], strict=True)
+        return bool(self._kv.tickets.open) and any(
+            part.pool.num_empty < num_blocks <= reserve for part, reserve in device
+        )
 
     def loaded(self, ticket: Ticket) -> None:
-        """A row has published what was loaded for it: the host need not keep it too."""
-        for host, places in zip(self._kv.levels[HOST], ticket.places, strict=True):
-            host.forget(places)
+        """A row has published what was loaded for it: a host that is full need not keep it too. Where it has room, the
+        copy it keeps spares one later."""
+        reserves = self._reserves[HOST]
+        for host, reserve, places in zip(self._kv.levels[HOST], reserves, ticket.places, strict=True):
+            if host.pool.num_empty < reserve:
+                host.forget(places)
 
     def fetch_s(self, num_blocks: int) -> float:
         """Seconds until so many more blocks would have come from the disk."""
