@@ -68,10 +68,14 @@ class Level:
     ) -> None:
         """Blocks hold these prefixes from now on. `uses`: what is left of earlier ones, as `uses` said above."""
         self.is_fetched[blocks] = from_below
-        entered = self.cache.add(blocks.tolist(), keys)
-        if entered:
+        given = blocks.tolist()
+        entered = self.cache.add(given, keys)
+        if len(entered) == len(given):
+            self.pool.cached[blocks] = True
+            self.pool.evictable.entered(given, [key.key for key in keys], uses)
+        elif entered:
             self.pool.cached[entered] = True
-            uses_of = dict(zip(blocks.tolist(), uses, strict=True))
+            uses_of = dict(zip(given, uses, strict=True))
             names = self.cache.names(entered)
             self.pool.evictable.entered(entered, names, [uses_of[block] for block in entered])
 

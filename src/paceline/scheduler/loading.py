@@ -59,7 +59,7 @@ class Loading:
         state, costs = self._state, self._costs
         kv = state.kv
         limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
-        if costs is None or num_device >= limit:
+        if costs is None or num_device >= limit or not self.tiers.has(request.keys[num_device]):
             return None
         below = self.tiers.look(request.keys, num_device, limit)
         size, start = kv.block_size, num_device * kv.block_size
