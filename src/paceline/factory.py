@@ -6,7 +6,6 @@ What needs torch is imported where it is used: the simulator builds engines too,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +34,9 @@ from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
-from paceline.core.sampling import SamplingParams
 from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
+from paceline.engine.decode_time import decode_seconds
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
     from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
-MEASURED_STEPS = 3  # of which the shortest counts
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -226,8 +224,6 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
-    if on_gpu and model.kv_disk_dir is not None:
-        raise ConfigError("--kv-disk-dir is for engines on a CPU: add --device cpu, or leave it out")
     if on_gpu and model.has_adapters:
         raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
@@ -304,9 +300,11 @@ def _on_cpu(
         config = _with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
-        decoding = partial(
-            _decode_seconds, config.kv, lambda small: CPURunner(small, backend.make_step(small), ends)
-        )
+
+        def small_engine(small: EngineConfig) -> Engine:
+            return build_engine(small, CPURunner(small, backend.make_step(small), ends))
+
+        decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
@@ -448,35 +446,6 @@ def _torch_backend(
     )
 
 
-def _decode_seconds(
-    kv: KVConfig, make_runner: Callable[[EngineConfig], Runner], rows: int, context: int
-) -> float:
-    """Seconds of a step in which `rows` rows with `context` tokens each decode, on a small separate engine."""
-    length, block_size = context + MEASURED_STEPS + 2, 16
-    groups = tuple(GroupSpec(window=group.window) for group in kv.groups)
-    blocks = rows * (-(-length // block_size)) + 1
-    config = EngineConfig(
-        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False, groups=groups),
-        scheduler=SchedulerConfig(
-            max_num_seqs=rows, max_num_batched_tokens=rows * context, max_model_len=length, watermark=0.0
-        ),
-        depth=0,
-    )
-    engine = build_engine(config, make_runner(config))
-    for _ in range(rows):
-        engine.add(
-            [1] * context, SamplingParams(max_tokens=MEASURED_STEPS + 1, temperature=0.0, ignore_eos=True)
-        )
-    engine.step()  # the prompts, all at once
-    taken = []
-    for _ in range(MEASURED_STEPS):
-        started_s = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - started_s)
-    engine.close()
-    return min(taken)
-
-
 def _on_gpu(
     model: ModelConfig,
     given: Mapping[str, Any],
@@ -490,6 +459,7 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
@@ -514,6 +484,11 @@ def _on_gpu(
     )
     on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
+    per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
+    name = torch.cuda.get_device_name(device)
+    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
@@ -525,16 +500,19 @@ def _on_gpu(
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
-        config = _with_costs(config, device_preemption_costs(runner, config.scheduler, block_s))
+        prices = device_preemption_costs(runner, config.scheduler, block_s)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+    runner.host_places.pin_rest()
     hardware = Hardware(
-        device=torch.cuda.get_device_name(device),
+        device=name,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
+        kv_bytes=config.kv.num_blocks * per_block,
         runner={"name": "gpu"},
         quantization=model.quantization,
     )
-    return Built(config, runner, hardware, (), CPUWork)
+    moving = runner if disk is None else disk.start(runner, runner.host_places)
+    return Built(config, moving, hardware, (), CPUWork, None, disk)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
@@ -557,7 +535,11 @@ def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
     windows = checkpoint.spec.group_windows
     return EngineConfig(
-        kv=KVConfig(**pick(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)),
+        kv=KVConfig(
+            **pick(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in windows),
+            cache_on_host=sizes.get("cache_on_host", False),
+        ),
         scheduler=_scheduler_config(sizes),
         **pick(EngineConfig, sizes),
     )

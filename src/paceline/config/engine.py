@@ -441,6 +441,9 @@ class ModelConfig(CheckedOptions):
         basic=True,
         default_text="2G, at most a quarter of free memory; on a GPU the rest",
     )
+    kv_offloading_size: float = option(
+        0.0, "GiB of host memory for prefixes that leave a GPU's KV cache", low=0.0, panel="KV cache"
+    )
     kv_disk_dir: str | None = option(
         None,
         "folder for the KV of prompts, kept over restarts; one server each",

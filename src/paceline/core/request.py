@@ -153,6 +153,7 @@ class Request:
         "failed_at",
         "finished_s",
         "first_token_s",
+        "from_below",
         "held",
         "host_places",
         "id",
@@ -224,6 +225,7 @@ class Request:
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.from_below = (0, 0)  # of these, loaded from host memory, and fetched from a disk before
         self.joined_at = 0  # tokens it had computed when it last got a row
         self.cost = NO_COST  # of the rows it has left
         self.fail_detail = ""

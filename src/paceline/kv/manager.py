@@ -465,9 +465,8 @@ class KVManager:
             if failed and ticket.incoming:
                 below.forget(ticket.places[index])  # it does not hold what it should
             elif not failed and target and keys:
-                part.enter(
-                    (ticket.blocks if ticket.incoming else ticket.places)[index], keys, ticket.uses[index]
-                )
+                taken = ticket.blocks if ticket.incoming else ticket.places
+                part.enter(taken[index], keys, ticket.uses[index], from_below=ticket.incoming)
 
     # -- letting go ----------------------------------------------------------------------------------------
 

@@ -37,6 +37,14 @@ class PrefixCache:
             return None
         return block
 
+    def lacking(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Those of `keys`, by their index, whose prefix is not here."""
+        block_of = self._block_of
+        absent = [at for at, key in enumerate(keys) if key.key not in block_of]
+        if len(absent) == len(keys):
+            return absent
+        return [at for at, key in enumerate(keys) if self.find(key) is None]
+
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of

@@ -24,7 +24,8 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
-TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
+TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
+FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
 BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
 # Most blocks that a step copies towards the disk through a staging area: beside rows that decode, beside prompts alone,
@@ -221,24 +222,35 @@ class Tiers:
         if short <= 0:
             return
         blocks, keys, uses = upper.give_up(short)
-        lacking = [at for at, key in enumerate(keys) if lower.cache.find(key) is None]
+        lacking = lower.cache.lacking(keys)
         most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
         if most < len(
             lacking
         ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
             lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
-        dropped = np.ones(len(blocks), np.bool_)
-        dropped[lacking] = False
-        upper.give_back(blocks[dropped])
-        for start in range(0, len(lacking), TOGETHER):
-            chosen = lacking[start : start + TOGETHER]
-            kept = [keys[at] for at in chosen], [uses[at] for at in chosen]
-            places = lower.take(len(chosen))
-            if above:
-                self._use_disk(len(chosen))
-            self._move(above, group, blocks[chosen], places, *kept, incoming=False)
+        if len(lacking) < len(keys):
+            dropped = np.ones(len(blocks), np.bool_)
+            dropped[lacking] = False
+            upper.give_back(blocks[dropped])
+            blocks = blocks[lacking]
+            keys, uses = [keys[at] for at in lacking], [uses[at] for at in lacking]
+        if above:
+            self._use_disk(len(keys))
+        for start in range(0, len(keys), TOGETHER[above]):
+            part = slice(start, start + TOGETHER[above])
+            places = lower.take(len(keys[part]))
+            self._move(above, group, blocks[part], places, keys[part], uses[part], incoming=False)
 
     # -- up ------------------------------------------------------------------------------------------------
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether lower levels may hold a block, or it is on its way."""
+        kv = self._kv
+        return (
+            kv.levels[HOST][0].cache.named(key.key) is not None
+            or key.key in kv.fetching
+            or (self.has_disk and kv.levels[DISK][0].cache.named(key.key) is not None)
+        )
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
         """What lower levels hold of the blocks from `start` to `limit`."""
@@ -260,13 +272,16 @@ class Tiers:
             num_disk += not is_here
         return Below(num_host, num_coming, due_s, num_disk)
 
-    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> int:
-        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket."""
+    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> tuple[int, int]:
+        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket, and how many of
+        them came from the disk."""
         kv = self._kv
         blocks, places = [], []
+        from_disk = 0
         for group, host in zip(kv.groups, kv.levels[HOST], strict=True):
             found = np.array(host.find(keys), np.int64)
             host.hit(found)
+            from_disk = max(from_disk, int(np.count_nonzero(host.is_fetched[found])))
             start, taken = group.append(row, len(keys))
             group.pool.share(taken)  # the ticket's own references
             kv.block_time.gained(row, len(keys))
@@ -279,12 +294,24 @@ class Tiers:
         number = kv.tickets.issue(ticket)
         for index, (taken, found) in enumerate(zip(blocks, places, strict=True)):
             kv.delta.swap_in.append((number, index, taken, found))
-        return number
+        return number, from_disk
+
+    def makes_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks will soon be free on the device without evicting any that the host lacks."""
+        if self._kv.num_staging:  # copies leave the device as it is
+            return False
+        device = zip(self._kv.levels[0], self._reserves[0], strict=True)
+        return bool(self._kv.tickets.open) and any(
+            part.pool.num_empty < num_blocks <= reserve for part, reserve in device
+        )
 
     def loaded(self, ticket: Ticket) -> None:
-        """A row has published what was loaded for it: the host need not keep it too."""
-        for host, places in zip(self._kv.levels[HOST], ticket.places, strict=True):
-            host.forget(places)
+        """A row has published what was loaded for it: a host that is full need not keep it too. Where it has room, the
+        copy it keeps spares one later."""
+        reserves = self._reserves[HOST]
+        for host, reserve, places in zip(self._kv.levels[HOST], reserves, ticket.places, strict=True):
+            if host.pool.num_empty < reserve:
+                host.forget(places)
 
     def fetch_s(self, num_blocks: int) -> float:
         """Seconds until so many more blocks would have come from the disk."""
@@ -297,8 +324,8 @@ class Tiers:
         keys = [key for key in keys if key.key not in kv.fetching]
         for index, (host, disk) in enumerate(zip(kv.levels[HOST], kv.levels[DISK], strict=True)):
             wanted = [key for key in keys if host.cache.find(key) is None]
-            for start in range(0, len(wanted), TOGETHER):
-                asked += self._fetch(index, host, disk, wanted[start : start + TOGETHER])
+            for start in range(0, len(wanted), FETCHED_TOGETHER):
+                asked += self._fetch(index, host, disk, wanted[start : start + FETCHED_TOGETHER])
         return asked
 
     def _fetch(self, group: int, host: Level, disk: Level, keys: list[BlockKey]) -> int:

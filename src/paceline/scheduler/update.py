@@ -257,7 +257,11 @@ def copy_failed(state: SchedulerState, number: int) -> None:
     if request is not None:
         tokens = len(ticket.blocks[0]) * state.kv.block_size
         state.decide(DecisionKind.LOAD, request, Rule.LOAD_FAILED, tokens)
-        request.num_cached = max(0, request.num_cached - tokens)
+        if ticket.keys is not None and not request.preemptions:
+            request.num_cached -= tokens
+            state.counters.cached_tokens -= tokens
+            state.counters.found(-tokens, tuple(-tokens for tokens in request.from_below))
+            request.from_below = (0, 0)
         request.blocked, request.reserved, request.num_computed = None, False, 0
         state.kv.release(request.row)
         state.leave_row(request)
