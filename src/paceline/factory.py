@@ -6,7 +6,6 @@ What needs torch is imported where it is used: the simulator builds engines too,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from paceline.config.engine import (
     SchedulerConfig,
 )
 from paceline.config.options import pick
+from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
@@ -34,12 +34,13 @@ from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
-from paceline.core.sampling import SamplingParams
+from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
+from paceline.engine.decode_time import decode_seconds
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
@@ -58,10 +59,10 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
-MEASURED_STEPS = 3  # of which the shortest counts
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -171,6 +172,7 @@ class LoadedModel:
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
+    store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -201,7 +203,7 @@ def load_model(
     from paceline.models.files.open import open_checkpoint
 
     # Raises at once for a bad option.
-    drafts = DraftConfig.read(model.speculative_config)
+    drafts = read_speculative_config(model.speculative_config)
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -228,15 +230,19 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
     engine = build_engine(
         config,
         runner,
+        hooks=None if disk is None else PrefixKeyHooks(KeyMaker(config.kv.block_size, disk.store.key)),
         recorder=recorder,
         about={"runner": hardware.runner},
         guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
+    if disk is not None:
+        notices += disk.attach(engine.scheduler)
+        engine.on_close = disk.close
     return LoadedModel(
         engine=engine,
         config=config,
@@ -247,6 +253,7 @@ def load_model(
         pulse=pulse,
         free=None if on_gpu else free,
         cpu_work=cpu_work,
+        store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
     )
 
 
@@ -259,6 +266,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
+    disk: DiskLevel | None = None
 
 
 def _on_cpu(
@@ -271,6 +279,7 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
 
@@ -291,12 +300,19 @@ def _on_cpu(
         config = _with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
-        decoding = partial(
-            _decode_seconds, config.kv, lambda small: CPURunner(small, backend.make_step(small), ends)
-        )
+
+        def small_engine(small: EngineConfig) -> Engine:
+            return build_engine(small, CPURunner(small, backend.make_step(small), ends))
+
+        decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    about = {name: value for name, value in backend.about.items() if name != "threads"}
+    known = (config.kv.block_size, about, model.quantization, drafts and (drafts.method, drafts.model))
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
+    kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
@@ -313,9 +329,11 @@ def _on_cpu(
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
-        config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
+        prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
     memory = getattr(step, "adapters", None) if model.has_adapters else None
-    return Built(config, runner, hardware, backend.notices, runner.work, memory)
+    moving = runner if disk is None else disk.start(runner, step.kv)
+    return Built(config, moving, hardware, backend.notices, runner.work, memory, disk)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -428,35 +446,6 @@ def _torch_backend(
     )
 
 
-def _decode_seconds(
-    kv: KVConfig, make_runner: Callable[[EngineConfig], Runner], rows: int, context: int
-) -> float:
-    """Seconds of a step in which `rows` rows with `context` tokens each decode, on a small separate engine."""
-    length, block_size = context + MEASURED_STEPS + 2, 16
-    groups = tuple(GroupSpec(window=group.window) for group in kv.groups)
-    blocks = rows * (-(-length // block_size)) + 1
-    config = EngineConfig(
-        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False, groups=groups),
-        scheduler=SchedulerConfig(
-            max_num_seqs=rows, max_num_batched_tokens=rows * context, max_model_len=length, watermark=0.0
-        ),
-        depth=0,
-    )
-    engine = build_engine(config, make_runner(config))
-    for _ in range(rows):
-        engine.add(
-            [1] * context, SamplingParams(max_tokens=MEASURED_STEPS + 1, temperature=0.0, ignore_eos=True)
-        )
-    engine.step()  # the prompts, all at once
-    taken = []
-    for _ in range(MEASURED_STEPS):
-        started_s = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - started_s)
-    engine.close()
-    return min(taken)
-
-
 def _on_gpu(
     model: ModelConfig,
     given: Mapping[str, Any],
@@ -470,6 +459,7 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
@@ -494,6 +484,11 @@ def _on_gpu(
     )
     on_progress("preparing kernels", 0, 0)
     config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
+    per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
+    name = torch.cuda.get_device_name(device)
+    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
@@ -505,16 +500,19 @@ def _on_gpu(
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
-        config = _with_costs(config, device_preemption_costs(runner, config.scheduler, block_s))
+        prices = device_preemption_costs(runner, config.scheduler, block_s)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+    runner.host_places.pin_rest()
     hardware = Hardware(
-        device=torch.cuda.get_device_name(device),
+        device=name,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
+        kv_bytes=config.kv.num_blocks * per_block,
         runner={"name": "gpu"},
         quantization=model.quantization,
     )
-    return Built(config, runner, hardware, (), CPUWork)
+    moving = runner if disk is None else disk.start(runner, runner.host_places)
+    return Built(config, moving, hardware, (), CPUWork, None, disk)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
@@ -537,7 +535,11 @@ def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
     windows = checkpoint.spec.group_windows
     return EngineConfig(
-        kv=KVConfig(**pick(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)),
+        kv=KVConfig(
+            **pick(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in windows),
+            cache_on_host=sizes.get("cache_on_host", False),
+        ),
         scheduler=_scheduler_config(sizes),
         **pick(EngineConfig, sizes),
     )
@@ -564,30 +566,17 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     from paceline.guide.compile import GuideCompiler
     from paceline.guide.matcher import mask_threads
 
+    def vocabulary() -> Vocabulary:
+        from paceline.text.vocabulary import vocabulary_of
+
+        return vocabulary_of(tokenizer)
+
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
-
-
-def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
-    from paceline.guide.matcher import Vocabulary
-
-    table = None if tokenizer is None else tokenizer.table
-    if tokenizer is None or table is None:
-        raise InvalidRequest(
-            "structured_outputs: the tokens of this model have no bytes of their own",
-            param="structured_outputs",
-        )
-    return Vocabulary(
-        bytes_of=table.bytes_of,
-        control=tokenizer.control_tokens,
-        special_ids=frozenset(tokenizer.special_ids),
-        eos_token_ids=tokenizer.eos_token_ids,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-    )
+    return GuideCompiler(vocabulary, objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:

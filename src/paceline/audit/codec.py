@@ -59,7 +59,7 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
-NEVER_LOGGED = frozenset({"tokens", "sampling", "texts"})
+NEVER_LOGGED = frozenset({"tokens", "sampling", "texts", "heads"})
 _ALIGNED = (
     RowJoins,
     RowSpans,
@@ -207,6 +207,8 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "target": DialKind,
     "reason": BlockReason,
     "blocks": tuple,
+    "places": tuple,
+    "uses": tuple,
 }
 _ADD_DEFAULTS = {
     spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(AddRequest)
@@ -284,6 +286,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["copies_done"] = result.copies_done.tolist()
     if len(result.copies_failed):
         encoded["copies_failed"] = result.copies_failed.tolist()
+    if result.disk_is_off:
+        encoded["disk_is_off"] = True
     times = result.times
     if times.start_s or times.end_s:
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
@@ -315,6 +319,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         finite=_column(value, "finite", np.ones(num_rows)).astype(np.bool_),
         copies_done=np.array(value.get("copies_done", []), np.int32),
         copies_failed=np.array(value.get("copies_failed", []), np.int32),
+        disk_is_off=bool(value.get("disk_is_off", False)),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),

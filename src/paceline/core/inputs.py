@@ -229,6 +229,15 @@ class SetAdapter(Input):
     identity: str
 
 
+@_logged_as("restored")
+class Restored(Input):
+    """What earlier runs have left on the disk can be hit from now on."""
+
+    places: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    uses: tuple[int, ...]
+
+
 @_logged_as("done")
 class Done(Input):
     """The result of a step."""

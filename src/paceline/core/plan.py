@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import value
 from paceline.core.guide import Guide
 from paceline.core.sampling import SamplingParams
+from paceline.core.store import BlockHead
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -133,6 +134,7 @@ class Moves:
     group: I32 = field(default_factory=_empty)
     host: I32 = field(default_factory=_empty)
     disk: I32 = field(default_factory=_empty)
+    heads: tuple[BlockHead, ...] = ()  # what the blocks are; not logged
 
 
 @value
@@ -267,6 +269,7 @@ class StepResult(NamedTuple):
     guided: GuideWork | None = None  # None: no row had a guide
     # Tickets whose bytes were not written, or are not what they should be.
     copies_failed: I32 = EMPTY
+    disk_is_off: bool = False  # it failed too often: every ticket of it will fail from now on
 
 
 class Pending(Protocol):

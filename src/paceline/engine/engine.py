@@ -44,6 +44,7 @@ from paceline.scheduler.scheduler import Scheduler
 
 OnForecast = Callable[[RequestId, Forecast | None], object]
 MAX_FAILURES_IN_A_ROW = 3
+LONGEST_WRITE_S = 10.0  # that closing waits for a disk
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Engine:
         self.watcher: StepWatcher | None = None  # None, most of the time
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
+        self.on_close: Callable[[], object] = lambda: None  # called last, once
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -365,10 +367,14 @@ class Engine:
         return not self._in_flight and not self.scheduler.has_open_copies
 
     def close(self) -> None:
-        """Complete what is under way and close the log."""
+        """Complete what is under way, what is to be written to a disk too, and close the log."""
         try:
             self.drain()
+            until_s = self._clock.now() + LONGEST_WRITE_S
+            while not (self.has_requests or self.is_idle) and self._clock.now() < until_s:
+                self.step()
         finally:
+            self.on_close()
             if self._recorder is not None:
                 self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 

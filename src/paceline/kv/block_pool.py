@@ -145,6 +145,16 @@ class BlockPool:
         self.refs[blocks] = 1
         return blocks
 
+    def claim(self, blocks: Blocks) -> None:
+        """Take these blocks, which hold nothing, each with one reference."""
+        left = self.free_stack()
+        left = left[~np.isin(left, blocks)]
+        assert len(left) + len(blocks) == self._depth, "a block that is claimed holds nothing"
+        self._stack[: len(left)] = left
+        self._depth = len(left)
+        self.num_free -= len(blocks)
+        self.refs[blocks] = 1
+
     def take_cached(self, count: int) -> Blocks:
         """Take the `count` cached blocks that are evicted next, though others may be free."""
         self.num_free -= count

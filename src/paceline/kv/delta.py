@@ -22,6 +22,7 @@ from paceline.core.plan import (
     Moves,
     Swaps,
 )
+from paceline.core.store import BlockHead
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -41,8 +42,11 @@ class KVDelta:
         self.copies: list[Copy] = []
         self.swap_out: list[Swap] = []
         self.swap_in: list[Swap] = []
-        self.store: list[Swap] = []  # host and disk places instead of blocks and host places
+        # Host and disk places instead of blocks and host places, and what they hold.
+        self.store: list[Swap] = []
         self.fetch: list[Swap] = []
+        self.store_heads: list[BlockHead] = []
+        self.fetch_heads: list[BlockHead] = []
 
     def mark(self) -> tuple[int, int, int, int, int]:
         return (
@@ -88,9 +92,11 @@ class KVDelta:
         """What is to be stored and fetched; none of it is left afterwards."""
         store, fetch = NO_MOVES, NO_MOVES
         if self.store:
-            store, self.store = _moves(self.store), []
+            store = _moves(self.store, self.store_heads)
+            self.store, self.store_heads = [], []
         if self.fetch:
-            fetch, self.fetch = _moves(self.fetch), []
+            fetch = _moves(self.fetch, self.fetch_heads)
+            self.fetch, self.fetch_heads = [], []
         return store, fetch
 
 
@@ -125,9 +131,11 @@ def _many_appends(appends: Sequence[Append]) -> I32:
     return columns
 
 
-def _moves(entries: Sequence[Swap]) -> Moves:
+def _moves(entries: Sequence[Swap], heads: Sequence[BlockHead]) -> Moves:
     swaps = _swaps(entries)
-    return Moves(ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place)
+    return Moves(
+        ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place, heads=tuple(heads)
+    )
 
 
 def _swaps(entries: Sequence[Swap]) -> Swaps:

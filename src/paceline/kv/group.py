@@ -145,16 +145,16 @@ class LayerGroup:
                 return length, blocks[::-1]
         return 0, []
 
-    def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
-        """Offer the row's blocks before entry `until` to the cache."""
+    def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> list[int]:
+        """Offer the row's blocks before entry `until` to the cache; returns those that can be hit from now on."""
         start = self.published.item(row)
         if until <= start:
-            return
+            return []
         if self.window is not None:  # what has left the window is not there any more
             start = max(start, self.first.item(row))
         until = min(until, len(keys), self.held.item(row))
         if until <= start:
-            return
+            return []
         entered = self.cache.add(self.table[row, start:until].tolist(), keys[start:until])
         if entered:
             self.pool.cached[entered] = True
@@ -164,6 +164,7 @@ class LayerGroup:
                 pairs = zip(entered, names, strict=True)
                 self.pool.evictable.want([block for block, name in pairs if name in self.wanted])
         self.published[row] = until
+        return entered
 
     def want(self, names: Sequence[bytes]) -> None:
         """One more waiting request will hit the blocks of these names, as far as they are there or will be.

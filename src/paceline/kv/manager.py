@@ -28,6 +28,7 @@ on the free list is part of what a replay repeats.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,15 +98,20 @@ class KVManager:
         self.windowed = [group for group in self.groups if group.window is not None]
         # By level, the part of each group: the device, host memory, a disk.
         self.levels = [[group.device for group in self.groups]]
+        self.num_staging = config.num_staging_blocks  # places of the host that are the way to the disk
         for count in (config.num_host_blocks, config.num_disk_blocks):
             kept = count if config.cache_on_host else 0  # for prefixes; swapped requests need no order
-            orders = [make_order(config, kept, self.block_time) for _ in self.groups]
+            is_staging = bool(self.num_staging) and len(self.levels) == 1
+            orders = [make_order(config, kept, self.block_time, is_staging=is_staging) for _ in self.groups]
             self.levels.append([Level(count, order=order) for order in orders])
         self.places = self.levels[1]
         self.keeps_below = config.cache_on_host and self.caching  # prefixes that the device evicts
         self.fetching: dict[
             bytes, float
         ] = {}  # names of blocks that come from the disk, and when they should be here
+        # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
+        self.fresh: deque[tuple[int, int]] | None = None
+        self.num_fresh = 0
         self.tickets = Tickets()
         self.delta = KVDelta()
         self.fences: list[Fence] = []
@@ -236,13 +242,23 @@ class KVManager:
             group.adopt(row, blocks, start)
             self.block_time.gained(row, len(blocks))
             group.published[row] = group.computed_from[row] = match.num_blocks
+            if self.fresh is not None:  # what is used again is written first, its beginning before the rest
+                self.fresh.extendleft([(group.index, block) for block in blocks[::-1].tolist()])
+                self.num_fresh += len(blocks)
             self.delta.appends.append((row, group.index, start, blocks))
 
     def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
         """Offer the full blocks of the first `num_computed` tokens, all of them computed, to the cache."""
         if self.caching:
             for group in self.groups:
-                group.publish(row, keys, num_computed // self.block_size)
+                entered = group.publish(row, keys, num_computed // self.block_size)
+                if entered and self.fresh is not None:
+                    self.fresh.extend([(group.index, block) for block in entered])
+                    self.num_fresh += len(entered)
+
+    def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """An earlier run has left prefixes in these places of the disk."""
+        self.levels[2][0].restore(places, keys, uses)
 
     def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
         """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
@@ -369,7 +385,7 @@ class KVManager:
     def can_swap_out(self, row: int, num_tokens: int) -> bool:
         until = self.blocks_for(num_tokens)
         return num_tokens > 0 and all(
-            places.num_free >= until - int(group.first[row])
+            places.num_free - self.num_staging >= until - int(group.first[row])
             for places, group in zip(self.places, self.groups, strict=True)
         )
 
@@ -449,9 +465,8 @@ class KVManager:
             if failed and ticket.incoming:
                 below.forget(ticket.places[index])  # it does not hold what it should
             elif not failed and target and keys:
-                part.enter(
-                    (ticket.blocks if ticket.incoming else ticket.places)[index], keys, ticket.uses[index]
-                )
+                taken = ticket.blocks if ticket.incoming else ticket.places
+                part.enter(taken[index], keys, ticket.uses[index], from_below=ticket.incoming)
 
     # -- letting go ----------------------------------------------------------------------------------------
 

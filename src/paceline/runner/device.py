@@ -26,6 +26,11 @@ def choose_device(model: ModelConfig) -> str:
             raise ConfigError(
                 f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take auto"
             )
+        if model.kv_offloading_size:
+            raise ConfigError(
+                "--kv-offloading-size is for a GPU, and this model runs on the CPU, whose memory holds the KV cache "
+                "itself: give that more with --kv-cache-memory-bytes"
+            )
         if model.quantization == "fp8":
             raise ConfigError(
                 "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"

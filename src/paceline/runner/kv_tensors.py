@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -83,6 +83,26 @@ class KVTensors:
 
     def swap_in(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self._host, places, self.layers, blocks)
+
+    def pack(self, place: int, into: NDArray[np.uint8]) -> None:
+        """A block in a host place, as bytes."""
+        for part, piece in self._pieces(place, into):
+            piece[:] = part
+
+    def unpack(self, place: int, source: NDArray[np.uint8]) -> None:
+        for part, piece in self._pieces(place, source):
+            part[:] = piece
+
+    def _pieces(
+        self, place: int, block: NDArray[np.uint8]
+    ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """Keys and values of a layer in a host place, and where they stand in a block of bytes."""
+        words, start = block.view(np.float32), 0
+        for pools in self._host:
+            for pool in pools:
+                part = pool.numpy()[:, place]
+                yield part, words[start : start + part.size].reshape(part.shape)
+                start += part.size
 
     def _move(
         self, group: int, origin: list[LayerPools], source: Index, goal: list[LayerPools], target: Index

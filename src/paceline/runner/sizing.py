@@ -123,10 +123,10 @@ def _default_memory() -> int:
             return int(float(given) * GIB)
         except ValueError as error:
             raise ConfigError(f"PACELINE_CPU_KVCACHE_SPACE is {given!r}: give a number of GiB") from error
-    return min(2 * GIB, _free_memory() // 4)
+    return min(2 * GIB, free_memory() // 4)
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes that could be used without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

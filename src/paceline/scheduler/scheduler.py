@@ -29,6 +29,7 @@ from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
     Blocked,
+    BlockKey,
     BlockReason,
     FinishReason,
     Request,
@@ -414,6 +415,12 @@ class Scheduler:
         """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
         self._input(inputs.SetAdapter(number=number, identity=identity))
 
+    def restore(self, places: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """Earlier runs have left prefixes on the disk. Before anything is added."""
+        names = tuple([key.key for key in keys])
+        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses)))
+        self.state.kv.restore(np.array(places, np.int64), keys, uses)
+
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
         self._input(inputs.ResetCache())
@@ -458,8 +465,8 @@ class Scheduler:
 
     @property
     def has_open_copies(self) -> bool:
-        """A swap is to be sent or under way."""
-        return self.composer.has_open_copies
+        """A copy is to be sent or under way."""
+        return self.composer.has_open_copies or self.state.tiers.has_news
 
     # -- snapshots and recovery ----------------------------------------------------------------------------
 

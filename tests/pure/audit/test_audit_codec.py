@@ -38,6 +38,7 @@ from paceline.core.inputs import (
     Pause,
     Preempt,
     ResetCache,
+    Restored,
     Resume,
     SetAdapter,
     SetDeadline,
@@ -134,6 +135,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
             Unblock(request=one),
         ),
         SetAdapter(number=2, identity="ab12"),
+        Restored(places=(3, 1), keys=KEYS[:2], uses=(1024, 0)),
         *(ResetCache(), Done(seq=4), StepFailed(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
         *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
     ]

@@ -237,6 +237,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "finite",
             "copies_done",
             "copies_failed",
+            "disk_is_off",
             "logprobs",
             "times",
         ),

@@ -121,7 +121,7 @@ class DraftedSteps:
         key: DraftKey,
         *,
         started_s: float,
-        swapped: Callable[[], NDArray[np.int32]],
+        swapped: Callable[[], tuple[NDArray[np.int32], NDArray[np.int32]]],
     ) -> DraftedPending:
         drafts, parts = self._drafts, self._parts
         is_guided = parts.sampler.is_guided[batch.decode]

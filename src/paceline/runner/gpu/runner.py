@@ -52,6 +52,7 @@ from paceline.runner.gpu.graphs import (
     mixed_keys,
     slot_bucket,
 )
+from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
@@ -245,6 +246,11 @@ class GPURunner:
         """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
         self._swap_pool.copy_out_and_back(count)
 
+    @property
+    def host_places(self) -> HostPlaces:
+        """Where blocks lie that left the device."""
+        return self._swap_pool.places
+
     def _seconds(self, work: Callable[[], object]) -> float:
         def timed(times: int) -> float:
             started_s = time.perf_counter()
@@ -283,7 +289,7 @@ class GPURunner:
             batch = self._rows.batch(plan)
             drafted = None if self._drafted is None else self._drafted.key(plan, batch)
             if self._drafted is not None and drafted is not None:
-                swapped = partial(self._swap_pool.completed, wait=False)
+                swapped = partial(self._swapped, wait=False)
                 return self._drafted.submit(plan, batch, drafted, started_s=started_s, swapped=swapped)
             ring = self._ring[plan.seq % len(self._ring)]
             asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
@@ -293,7 +299,7 @@ class GPURunner:
                 batch=batch,
                 ring=ring.numpy(),
                 # A step without tokens has nothing to do but to wait for a swap.
-                swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
+                swapped=partial(self._swapped, wait=not batch.num_tokens),
                 started_s=started_s,
                 draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
@@ -305,6 +311,11 @@ class GPURunner:
             else:
                 pending.computed = Mark.timed(self._queue.device)
             return pending
+
+    def _swapped(self, *, wait: bool) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Tickets that are done, and those that failed, of which an empty step need not wait for others."""
+        failed = self._swap_pool.take_failed()
+        return self._swap_pool.completed(wait=wait and not len(failed)), failed
 
     def _draw_late(
         self,

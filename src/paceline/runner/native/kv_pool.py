@@ -79,6 +79,21 @@ class KVPool:
     def swap_in(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self._host, places, self.layers, blocks)
 
+    def pack(self, place: int, into: NDArray[np.uint8]) -> None:
+        """A block in a host place, as bytes."""
+        start = 0
+        for pool in self._host:
+            part = pool[place].reshape(-1).view(np.uint8)
+            into[start : start + len(part)] = part
+            start += len(part)
+
+    def unpack(self, place: int, source: NDArray[np.uint8]) -> None:
+        start = 0
+        for pool in self._host:
+            part = pool[place].reshape(-1).view(np.uint8)
+            part[:] = source[start : start + len(part)]
+            start += len(part)
+
     def _move(
         self, group: int, origin: list[Floats], source: Index, goal: list[Floats], target: Index
     ) -> None:

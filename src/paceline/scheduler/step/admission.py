@@ -16,7 +16,7 @@ from paceline.core.fast import make_tuple
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
-from paceline.scheduler.loading import Load, Loading
+from paceline.scheduler.loading import WAITS, Load, Loading
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
 from paceline.scheduler.step.draft import StepDraft
@@ -26,7 +26,7 @@ NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Ru
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
 # A request that waits for a prefix, for its own copy, for the disk or for another branch of its tree waits for no room,
 # and one that leaves room leaves it to others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.LOADING))
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, *WAITS))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -101,15 +101,15 @@ class Admission:
             load = self.loading.judge(request, start.match.num_blocks)
             if load is not None:
                 start = CachedStart(start.num_computed, start.match, NO_ROW, load)
-                if load.rule is Rule.LOADING:
-                    return Verdict(Rule.LOADING, ahead, start=start)
+                if load.rule in WAITS:
+                    return Verdict(load.rule, ahead, start=start)
         return self._judge_blocks(request, self._cost(request, start), ahead, start)
 
     def defer(self, request: Request, verdict: Verdict, draft: StepDraft) -> None:
         """Record that a request has to wait, once for each rule in turn."""
         rule = verdict.rule
         assert rule is not None
-        if rule is Rule.LOADING:
+        if rule in WAITS:
             assert verdict.start is not None and verdict.start.load is not None
             self.loading.waits(request, verdict.start.load)
         if self._deferred.get(request.id) != rule:
@@ -209,6 +209,7 @@ class Admission:
             state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
+            state.counters.found(num_computed, request.from_below)
             waited_s = state.now_s - request.arrival_s
             state.decide(_ADMIT, request, _FITS, num_computed, figures, seconds=waited_s)
         else:

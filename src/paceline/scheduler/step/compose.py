@@ -75,7 +75,7 @@ class Composer:
         if state.drafts is not None and draft.num_decoding and draft.left > 0:
             self._widen(draft, mask)
         if state.tiers.is_on:
-            state.tiers.sink(bool(draft.spans))
+            state.tiers.sink(draft.num_decoding, bool(draft.spans))
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
