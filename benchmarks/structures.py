@@ -25,13 +25,13 @@ import numpy as np
 from benchmarks.harness import Benchmark, Found, Given, flag
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex
-from paceline.factory import vocabulary_of
 from paceline.guide.check import verdict_of
 from paceline.guide.grammar import grammar_of
 from paceline.guide.matcher import GrammarCompiler
 from paceline.models.files.fetch import resolve
 from paceline.models.files.open import open_checkpoint
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.vocabulary import vocabulary_of
 
 bench = Benchmark(__doc__)
 

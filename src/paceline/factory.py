@@ -35,11 +35,12 @@ from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.sampling import SamplingParams
+from paceline.core.standing import Sleeper
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
-from paceline.errors import ConfigError, InvalidRequest
+from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
@@ -53,7 +54,6 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from paceline.guide.matcher import Vocabulary
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
@@ -171,6 +171,7 @@ class LoadedModel:
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
+    sleeper: Sleeper | None = None  # None: its memory cannot be let go of
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -228,7 +229,7 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, sleeper = built
     engine = build_engine(
         config,
         runner,
@@ -247,6 +248,7 @@ def load_model(
         pulse=pulse,
         free=None if on_gpu else free,
         cpu_work=cpu_work,
+        sleeper=sleeper,
     )
 
 
@@ -259,6 +261,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
+    sleeper: Sleeper | None = None  # of a model without adapters: what was loaded into the step goes with it
 
 
 def _on_cpu(
@@ -271,17 +274,11 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.sleeper import CPUSleeper
 
-    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
-    backend: CPUBackend | str
-    if guesser is None:
-        backend = _native_backend(model, checkpoint, shared, given, on_progress)
-    else:
-        backend = why_torch(model, guesser)
-    if not isinstance(backend, CPUBackend):
-        backend = _torch_backend(model, checkpoint, shared, on_progress, backend, guesser)
+    load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
+    backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = _engine_config(checkpoint, sizes)
     if drafts is not None:
@@ -305,17 +302,43 @@ def _on_cpu(
         runner=backend.about,
         quantization=model.quantization,
     )
-    step = backend.make_step(config)
-    drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
-    runner = CPURunner(config, step, ends, shared[0], drafter)
+
+    def make(weights: CPUBackend) -> CPURunner:
+        step = weights.make_step(config)
+        drafter = None if weights.make_drafter is None else weights.make_drafter(config, step)
+        return CPURunner(config, step, ends, shared[0], drafter)
+
+    sleeper = CPUSleeper(load, make, backend)
+    runner = sleeper.open()
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
         config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
-    memory = getattr(step, "adapters", None) if model.has_adapters else None
-    return Built(config, runner, hardware, backend.notices, runner.work, memory)
+    built = Built(config, runner, hardware, backend.notices, sleeper.work, None, sleeper)
+    adapters = getattr(runner.compute, "adapters", None)
+    return built._replace(adapters=adapters, sleeper=None) if model.has_adapters else built
+
+
+def _cpu_backend(
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    drafts: DraftConfig | None,
+    shared: tuple[Pulse, FreeCores],
+    on_progress: LoadProgress,
+) -> CPUBackend:
+    """Read the weights for whatever computes this model."""
+    from paceline.runner.guessers import open_guesser, why_torch
+
+    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
+    if guesser is not None:
+        return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
+    found = _native_backend(model, checkpoint, shared, given, on_progress)
+    if isinstance(found, CPUBackend):
+        return found
+    return _torch_backend(model, checkpoint, shared, on_progress, found)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -563,6 +586,7 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
     from paceline.guide.matcher import mask_threads
+    from paceline.text.vocabulary import vocabulary_of
 
     objection = ""
     if tokenizer is None:
@@ -570,24 +594,6 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
     return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
-
-
-def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
-    from paceline.guide.matcher import Vocabulary
-
-    table = None if tokenizer is None else tokenizer.table
-    if tokenizer is None or table is None:
-        raise InvalidRequest(
-            "structured_outputs: the tokens of this model have no bytes of their own",
-            param="structured_outputs",
-        )
-    return Vocabulary(
-        bytes_of=table.bytes_of,
-        control=tokenizer.control_tokens,
-        special_ids=frozenset(tokenizer.special_ids),
-        eos_token_ids=tokenizer.eos_token_ids,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-    )
 
 
 def _log_violation(violation: InvariantViolation) -> None:

@@ -482,6 +482,7 @@ class ModelConfig(CheckedOptions):
         basic=True,
         default_text="2G, at most a quarter of free memory; on a GPU the rest",
     )
+    kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )

@@ -46,6 +46,7 @@ from paceline.core.inputs import (
     SetPriority,
     SetScore,
     Shrink,
+    Sleep,
     StepFailed,
     Unblock,
     Withheld,
@@ -134,7 +135,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
             Unblock(request=one),
         ),
         SetAdapter(number=2, identity="ab12"),
-        *(ResetCache(), Done(seq=4), StepFailed(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
+        *(ResetCache(), Done(seq=4), StepFailed(), Sleep(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
         *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
     ]
     assert {type(each) for each in given} == set(INPUT_TYPES.values())

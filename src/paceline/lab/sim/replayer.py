@@ -364,6 +364,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.ResetCache: Scheduler.reset_prefix_cache,
     inputs.SetAdapter: Scheduler.set_adapter,
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
+    inputs.Sleep: Scheduler.sleep,
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,
 }

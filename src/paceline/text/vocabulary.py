@@ -1,0 +1,30 @@
+"""The tokens of a tokenizer as guides need them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paceline.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from paceline.guide.matcher import Vocabulary
+    from paceline.text.tokenizer import Tokenizer
+
+
+def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
+    from paceline.guide.matcher import Vocabulary
+
+    table = None if tokenizer is None else tokenizer.table
+    if tokenizer is None or table is None:
+        raise InvalidRequest(
+            "structured_outputs: the tokens of this model have no bytes of their own",
+            param="structured_outputs",
+        )
+    return Vocabulary(
+        bytes_of=table.bytes_of,
+        control=tokenizer.control_tokens,
+        special_ids=frozenset(tokenizer.special_ids),
+        eos_token_ids=tokenizer.eos_token_ids,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )
