@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ import yaml
 
 from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
-from tests.e2e.model_cli import run
 from tests.model_folder import write_model, write_weights
 
 PROMPT = "once upon a time there was a model"

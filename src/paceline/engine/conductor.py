@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from paceline.config.models import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
+from paceline.engine.engine import Engine
 
 MOST_FAILED_WAKES = 2
 # A model that was woken is not put to sleep for another one before it has run this many times what waking takes.
@@ -28,14 +29,6 @@ class Needs(NamedTuple):
 
     awake: int = 0
     kept: int = 0  # at the first level of sleep
-
-
-class Turn(NamedTuple):
-    """One entry of the conductor's record."""
-
-    time_s: float
-    model: int
-    seconds: float
 
 
 class Order(NamedTuple):
@@ -82,7 +75,7 @@ class Conductor:
 
     def __init__(self, seats: Sequence[Seat], memory: int | None = None, now_s: float = 0.0) -> None:
         self.seats = list(seats)
-        self._memory = memory
+        self.memory = memory
         self._virtual_s = 0.0  # where a model begins that had nothing to do
         for seat in self.seats:
             seat.busy_s = now_s
@@ -132,7 +125,7 @@ class Conductor:
     @property
     def is_settled(self) -> bool:
         """All are awake and none of them ever sleeps unless it is told to: there is nothing to order."""
-        return self._memory is None and all(
+        return self.memory is None and all(
             seat.standing is Standing.AWAKE and seat.config.idle_sleep_s is None for seat in self.seats
         )
 
@@ -149,9 +142,9 @@ class Conductor:
         if seat.wanted_since_s is None:
             seat.wanted_since_s = now_s
         missing = 0
-        if self._memory is not None:
+        if self.memory is not None:
             others = sum(each.held for each in self.seats if each is not seat)
-            missing = others + seat.needs.awake - self._memory
+            missing = others + seat.needs.awake - self.memory
         found: list[Order] = []
         for index in self._victims(model, now_s, busy) if missing > 0 else ():
             found.append(Order(index, WEIGHTS_DROPPED))
@@ -170,7 +163,7 @@ class Conductor:
                 return False
             if seat.standing is Standing.WAKING:
                 return False
-            has_run = now_s - seat.woken_s >= LEAST_AWAKE_IN_WAKES * seat.wake_s
+            has_run = now_s - seat.woken_s >= LEAST_AWAKE_IN_WAKES * seat.wakes_s[WEIGHTS_DROPPED]
             return not busy[index] or (has_waited and has_run)
 
         found = [index for index, seat in enumerate(self.seats) if may_sleep(index, seat)]
@@ -206,17 +199,49 @@ class Conductor:
         return 0.0 if seat.standing is Standing.AWAKE else seat.wake_s
 
 
-def broken_rule(conductor: Conductor) -> str:
+# What holds after every turn, in simulations and tests: M1 to M3.
+
+
+def broken_rules(conductor: Conductor, engines: Sequence[Engine]) -> list[str]:
+    """What does not hold, a sentence each; `engines` are those of the seats."""
+    found = [*_memory(conductor), *_turns(conductor)]
+    for seat, engine in zip(conductor.seats, engines, strict=True):
+        found += _sleeping(seat, engine)
+    return found
+
+
+def _memory(conductor: Conductor) -> Iterator[str]:
+    """M1: what models hold of the memory they share is no more than there is."""
+    held = sum(seat.held for seat in conductor.seats)
+    if conductor.memory is not None and held > conductor.memory:
+        yield f"M1: models hold {held} bytes of the {conductor.memory} that they share"
+
+
+def _sleeping(seat: Seat, engine: Engine) -> Iterator[str]:
+    """M2: a model that sleeps has no runner, and no row, block or place whose memory went with it."""
+    if engine.is_asleep != (seat.standing is not Standing.AWAKE):
+        yield f"M2: the model {seat.config.name!r} is {seat.standing}, its engine is not"
+    state = engine.scheduler.state
+    in_use = sum(group.pool.usable - group.pool.num_free for group in state.kv.groups)
+    places = [request.id for request in state.requests.values() if request.host_places]
+    cached = sum(len(part.cache.entries()) for level in state.kv.levels for part in level)
+    if engine.is_asleep and (state.rows.num_live or in_use or places or cached):
+        yield (
+            f"M2: the model {seat.config.name!r} sleeps with {state.rows.num_live} rows, {in_use} blocks in use, "
+            f"{cached} cached ones and host places of {len(places)} requests"
+        )
+
+
+def _turns(conductor: Conductor) -> Iterator[str]:
     """M3: what models that have had work all the time have got, over their shares, is at most two steps apart."""
     seats = [seat for seat in conductor.seats if seat.is_backlogged]
     if len(seats) < 2:
-        return ""
+        return
     allowed = 2 * max(seat.longest_step_s / seat.config.share for seat in seats)
     ahead, behind = (pick(seats, key=lambda seat: seat.virtual_s) for pick in (max, min))
     gap = ahead.virtual_s - behind.virtual_s
-    if gap <= allowed * (1 + 1e-9):
-        return ""
-    return (
-        f"M3: the model {behind.config.name!r} is {gap:.3f} s of its share behind {ahead.config.name!r}; two steps are "
-        f"{allowed:.3f}"
-    )
+    if gap > allowed * (1 + 1e-9):
+        yield (
+            f"M3: the model {behind.config.name!r} is {gap:.3f} s of its share behind {ahead.config.name!r}; two steps "
+            f"are {allowed:.3f}"
+        )
