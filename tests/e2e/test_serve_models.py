@@ -13,6 +13,7 @@ import yaml
 
 from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
+from tests.e2e.model_cli import run, run_process
 from tests.model_folder import write_model, write_weights
 
 PROMPT = "once upon a time there was a model"
@@ -129,3 +130,110 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
         server.wait_until(lambda: server.figure("model_wakes_total", "left") == 3)
         assert server.figure("model_sleeps_total", "left") == 3
         assert server.metric("invariant_violations_total") == 0
+
+
+def test_an_idle_model_sleeps_and_one_makes_room_for_another(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """There is room for one of them at a time."""
+    left, right = folders.values()
+    models = [entry(left), entry(right)]
+    with several(tmp_path, models) as server:
+        texts = {name: server.text(name) for name in folders}
+        about = server.ask("GET", "/v1/admin/about", key=ADMIN).json["engine"]
+    room = int(1.5 * (about["weight_bytes"] + about["kv_bytes"]))
+    with several(tmp_path, models, memory_bytes=room) as server:
+        assert [server.standing(name) for name in folders] == ["awake", "asleep"]
+        for name in ("right", "left", "right"):
+            assert server.text(name) == texts[name]
+            assert server.standing(name) == "awake"
+            other = "left" if name == "right" else "right"
+            server.wait_until(lambda other=other: server.standing(other) == "asleep")  # type: ignore[misc]
+        with ThreadPoolExecutor(4) as pool:
+            asked = ["left", "right"] * 4
+            assert list(pool.map(server.text, asked)) == [texts[name] for name in asked]
+    with several(tmp_path, [entry(left, idle_sleep_s=0.3, sleep_level=2), entry(right)]) as server:
+        server.wait_until(lambda: server.standing("left") == "asleep")
+        assert server.standing("right") == "awake"
+        assert server.text("left") == texts["left"]
+
+
+def test_a_model_that_cannot_be_woken_is_unavailable_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    broken = write_models(tmp_path, "broken")["broken"]
+    with several(tmp_path, [entry(folders["right"]), entry(broken)]) as server:
+        before, text = server.text("broken"), server.text("right")
+        assert server.rest("broken", "sleep", "?level=2").status == 200
+        (weights,) = broken.glob("*.safetensors")
+        kept = weights.read_bytes()
+        with weights.open("r+b") as file:  # in place: the file stays open in the engine
+            file.seek(-4096, 2)
+            file.write(b"\xff" * 4096)
+        lost = server.answer("broken")
+        assert (lost.status, lost.code) == (503, "model_unavailable")
+        assert server.standing("broken") == "failed"
+        assert server.answer("broken").status == 503
+        assert server.rest("broken", "wake").code == "model_unavailable"
+        assert server.text("right") == text and server.standing("right") == "awake"
+        with weights.open("r+b") as file:
+            file.write(kept)
+        assert server.rest("broken", "wake").status == 200
+        assert server.text("broken") == before
+
+
+def test_the_routes_of_vllm_on_a_server_of_one_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    with several(tmp_path, [entry(folders["left"])]) as server:
+        text = server.text("left")
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
+        assert server.ask("POST", "/sleep?level=1", key=KEY).status == 403
+        assert server.ask("POST", "/sleep?level=1", key=ADMIN).status == 200
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": True}
+        assert server.ask("POST", "/wake_up", key=ADMIN).status == 200
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
+        with server.open("POST", "/v1/completions", endless()) as stream:
+            stream.readline()
+            busy = server.ask("POST", "/sleep", key=ADMIN)
+            assert (busy.status, busy.code) == (409, "sleep_refused")
+            assert server.ask("POST", "/sleep?level=2&mode=abort", key=ADMIN).status == 200
+        assert server.text("left") == text
+
+
+def endless() -> dict[str, Any]:
+    return {"model": "left", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+
+BAD_FILES = {
+    "models: []": "there must be 1 to 32 models",
+    "models: 3": "must hold a list 'models:'",
+    "other: 3": "there is no option 'other'",
+    "models: [{name: a}]": "say which it is",
+    "models: [{model: a, shares: 2}]": "did you mean share?",
+    "models: [{model: a, share: 0}]": "--share must be at least 0.001",
+    "models: [{model: a, pinned: true, idle_sleep_s: 3}]": "pinned and never sleeps",
+    "models: [{model: a, sleep_level: 3}]": "--sleep-level must be at most 2",
+    "memory_bytes: much\nmodels: [{model: a}]": "memory_bytes must be a number of bytes",
+    "models: [{model: a, run_log: x.jsonl}, {model: b, run_log: x.jsonl}]": "cannot write to one --run-log",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_file_of_models_is_refused_in_one_sentence(text: str, tmp_path: Path) -> None:
+    listed = tmp_path / "models.yaml"
+    listed.write_text(text)
+    ended = run("serve", "--models", str(listed))
+    assert ended.returncode == 2 and BAD_FILES[text] in ended.stderr, ended.stderr
+
+
+def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_path: Path) -> None:
+    left = str(folders["left"])
+    same = run("serve", left, left)
+    assert same.returncode == 2 and "two models have the name 'left'" in same.stderr
+    named = run("serve", left, str(folders["right"]), "--served-model-name", "one")
+    assert named.returncode == 2 and "--served-model-name names one model" in named.stderr
+    twice = run("serve", left, str(folders["right"]), "--model", left)
+    assert twice.returncode == 2 and "models are given twice" in twice.stderr
+    listed = tmp_path / "models.yaml"
+    listed.write_text(
+        yaml.safe_dump({"memory_bytes": 1000, "models": [entry(path) for path in folders.values()]})
+    )
+    small = run_process("serve", "--models", str(listed), "--port", "0")
+    assert small.returncode == 2 and "give at least" in small.stderr, small.stderr

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from paceline.config.models import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 
 MOST_FAILED_WAKES = 2
 # A model that was woken is not put to sleep for another one before it has run this many times what waking takes.
@@ -105,6 +106,30 @@ class Conductor:
         seat.longest_step_s = max(seat.longest_step_s, seconds)
 
     # -- sleep ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All models are loaded: those that find no room sleep, the later ones first. Raises ConfigError where there is
+        not room for the pinned ones and any other one."""
+        if self.memory is None:
+            return
+        stays = [seat for seat in self.seats if not seat.can_sleep]
+        for seat in self.seats:
+            beside = stays if seat in stays else [*stays, seat]
+            needed = sum(each.needs.awake for each in beside)
+            if needed > self.memory:
+                names = ", ".join(f"{each.config.name} {_gib(each.needs.awake)}" for each in beside)
+                raise ConfigError(
+                    f"memory_bytes of the models is {_gib(self.memory)}, and these are awake together: {names}; "
+                    f"give at least {needed}, less kv_cache_memory_bytes, or pin fewer models"
+                )
+        left = self.memory - sum(each.needs.awake for each in stays)
+        for seat in self.seats:
+            if seat in stays:
+                continue
+            if seat.needs.awake <= left:
+                left -= seat.needs.awake
+            else:
+                seat.standing, seat.level = Standing.ASLEEP, WEIGHTS_DROPPED
 
     def orders(self, now_s: float, busy: Sequence[bool]) -> list[Order]:
         """What is to be put to sleep or woken now; `busy`: a model has requests. To be carried out in this order."""
@@ -197,6 +222,10 @@ class Conductor:
         """What a request for this model waits for it to wake, as far as that is known."""
         seat = self.seats[model]
         return 0.0 if seat.standing is Standing.AWAKE else seat.wake_s
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 # What holds after every turn, in simulations and tests: M1 to M3.

@@ -103,7 +103,9 @@ def _conductor(
         )
         for share, loaded, info in zip(shares, models, infos, strict=True)
     ]
-    return Conductor(seats, configure.memory_bytes, time.monotonic())
+    conductor = Conductor(seats, configure.memory_bytes, time.monotonic())
+    conductor.begin()
+    return conductor
 
 
 def _note_named(note: LoadProgress, name: str, stage: str, done: int, total: int) -> None:

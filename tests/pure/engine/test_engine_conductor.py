@@ -114,6 +114,16 @@ def test_another_model_sleeps_where_there_is_no_room() -> None:
     assert conductor.orders(14.1, [True, False, True]) == [Order(1, WEIGHTS_DROPPED), Order(0, 0)]
 
 
+def test_models_that_find_no_room_begin_asleep() -> None:
+    seats = [seat("a", awake=60), seat("b", awake=50), seat("c", awake=40, pinned=True)]
+    seats[2].can_sleep = False
+    conductor = Conductor(seats, memory=110)
+    conductor.begin()
+    assert [each.standing for each in seats] == [Standing.AWAKE, Standing.ASLEEP, Standing.AWAKE]
+    with pytest.raises(ConfigError, match=r"awake together: c 0.00 GiB, a 0.00 GiB; give at least 100"):
+        Conductor(seats, memory=99).begin()
+
+
 def test_a_pinned_model_has_no_idle_time() -> None:
     with pytest.raises(ConfigError, match="pinned and never sleeps"):
         ModelShare(name="a", pinned=True, idle_sleep_s=5.0)

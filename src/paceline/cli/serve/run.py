@@ -37,7 +37,7 @@ def run_server(
 ) -> int:
     """Serve until a signal stops it; returns the exit code. `models`: where there are several, instead of `engine`."""
     from paceline.llm.arguments import split_arguments
-    from paceline.models.files.fetch import bring_here, find
+    from paceline.models.files.fetch import bring_here
     from paceline.text.reasoning import named_reasoning
     from paceline.text.tools.formats import named_format
 
@@ -47,9 +47,7 @@ def run_server(
     if models is None:
         model, given = split_arguments(None, engine)
         models = ModelSet(entries=[ModelEntry(model=model, given=given)])
-    for entry in models.entries:
-        find(entry.model.model)
-    _announce(models)
+    _check_models(models, config)
 
     _set_process_limits(config)
     child = _start_engine()
@@ -105,7 +103,16 @@ def run_server(
             bound.close()
 
 
-def _announce(models: ModelSet) -> None:
+def _check_models(models: ModelSet, config: ServerConfig) -> None:
+    """Models that there are not, or that have one name, are refused before anything is loaded."""
+    from paceline.models.files.fetch import find
+
+    for entry in models.entries:
+        find(entry.model.model)
+    if not models.is_one:
+        from paceline.server.open_api import names_of
+
+        names_of(models.entries, config.api)
     names = ", ".join(entry.model.model or "SmolLM2-135M-Instruct" for entry in models.entries)
     with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
         print(f"paceline {__version__}: loading {names} ...", file=sys.stderr, flush=True)
