@@ -99,7 +99,7 @@ def full_application(prefix: str = "paceline") -> Application:
         Api(
             routes=[],
             model_name=MODEL,
-            gauges=lambda: [*admission_gauges(admission), *Billing.gauges(billing)],
+            gauges=lambda: [*admission_gauges([admission]), *Billing.gauges(billing)],
             labelled=lambda: Batches.figures(batches),
         )
     )

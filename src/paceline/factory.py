@@ -34,6 +34,7 @@ from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
+from paceline.core.standing import Sleeper
 from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.decode_time import decode_seconds
@@ -54,7 +55,6 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from paceline.guide.matcher import Vocabulary
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
@@ -173,6 +173,7 @@ class LoadedModel:
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
+    sleeper: Sleeper | None = None  # None: its memory cannot be let go of
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -230,7 +231,7 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper = built
     engine = build_engine(
         config,
         runner,
@@ -254,6 +255,7 @@ def load_model(
         free=None if on_gpu else free,
         cpu_work=cpu_work,
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
+        sleeper=sleeper,
     )
 
 
@@ -267,6 +269,7 @@ class Built(NamedTuple):
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
     disk: DiskLevel | None = None
+    sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
 
 
 def _on_cpu(
@@ -280,17 +283,11 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.disk_level import DiskLevel
-    from paceline.runner.guessers import open_guesser, why_torch
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.sleeper import CPUSleeper
 
-    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
-    backend: CPUBackend | str
-    if guesser is None:
-        backend = _native_backend(model, checkpoint, shared, given, on_progress)
-    else:
-        backend = why_torch(model, guesser)
-    if not isinstance(backend, CPUBackend):
-        backend = _torch_backend(model, checkpoint, shared, on_progress, backend, guesser)
+    load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
+    backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = _engine_config(checkpoint, sizes)
     if drafts is not None:
@@ -321,9 +318,14 @@ def _on_cpu(
         runner=backend.about,
         quantization=model.quantization,
     )
-    step = backend.make_step(config)
-    drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
-    runner = CPURunner(config, step, ends, shared[0], drafter)
+
+    def make(weights: CPUBackend) -> CPURunner:
+        step = weights.make_step(config)
+        drafter = None if weights.make_drafter is None else weights.make_drafter(config, step)
+        return CPURunner(config, step, ends, shared[0], drafter)
+
+    sleeper = CPUSleeper(load, make, backend)
+    runner = sleeper.open()
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
@@ -331,9 +333,30 @@ def _on_cpu(
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
-    memory = getattr(step, "adapters", None) if model.has_adapters else None
-    moving = runner if disk is None else disk.start(runner, step.kv)
-    return Built(config, moving, hardware, backend.notices, runner.work, memory, disk)
+    adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
+    moving = runner if disk is None else disk.start(runner, runner.compute.kv)
+    sleeps = None if disk is not None or model.has_adapters else sleeper
+    return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
+
+
+def _cpu_backend(
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    drafts: DraftConfig | None,
+    shared: tuple[Pulse, FreeCores],
+    on_progress: LoadProgress,
+) -> CPUBackend:
+    """Read the weights for whatever computes this model."""
+    from paceline.runner.guessers import open_guesser, why_torch
+
+    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
+    if guesser is not None:
+        return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
+    found = _native_backend(model, checkpoint, shared, given, on_progress)
+    if isinstance(found, CPUBackend):
+        return found
+    return _torch_backend(model, checkpoint, shared, on_progress, found)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -565,18 +588,14 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
     from paceline.guide.matcher import mask_threads
-
-    def vocabulary() -> Vocabulary:
-        from paceline.text.vocabulary import vocabulary_of
-
-        return vocabulary_of(tokenizer)
+    from paceline.text.vocabulary import vocabulary_of
 
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(vocabulary, objection, originals=originals)
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:

@@ -25,6 +25,7 @@ _CAUSES = {
     "forced": "it was told to",
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
+    "sleep": "its model was put to sleep",
 }
 _ENDS = {
     Rule.STOP: "reached a stop",

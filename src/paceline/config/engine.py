@@ -461,6 +461,7 @@ class ModelConfig(CheckedOptions):
         metavar="BYTES",
         default_text="half of what it showed at start-up",
     )
+    kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )

@@ -96,6 +96,11 @@ class Forecast:
         first_s, finish_s = self.waited_s + self.first_token_s, self.waited_s + self.finish_s
         return replace(self, first_token_s=first_s, finish_s=finish_s)
 
+    def later(self, seconds: float) -> Forecast:
+        """The same for a request that nothing is computed for until then: its model is asleep."""
+        names = ("first_token_s", "finish_s", "soonest_first_s", "soonest_finish_s")
+        return replace(self, **{name: getattr(self, name) + seconds for name in names}) if seconds else self
+
 
 class DecisionKind(StrEnum):
     """What was decided. A text, as the rule is: decisions go into logs as they are."""
@@ -162,6 +167,7 @@ class Rule(StrEnum):
     PAUSED_RECOMPUTE = "paused:recompute"
     PAUSED_SWAP = "paused:swap"
     STEP_FAILED = "step_failed:recompute"
+    SLEEP = "sleep:recompute"  # its model was put to sleep
     # change: of a live request, by its owner
     PRIORITY = "priority"  # value: the new one
     PAUSED = "paused"

@@ -250,6 +250,11 @@ class StepFailed(Input):
     """No result will come for the steps under way."""
 
 
+@_logged_as("sleep")
+class Sleep(Input):
+    """The runner's memory is let go of: rows and cached prefixes with it."""
+
+
 @_logged_as("shrink")
 class Shrink(Input):
     """A step ran out of memory."""

@@ -366,6 +366,25 @@ class Engine:
         """Nothing is under way; a further step would do nothing until something new comes in."""
         return not self._in_flight and not self.scheduler.has_open_copies
 
+    def sleep(self) -> None:
+        """Let go of the runner and all its memory. Requests stay: rows are preempted, and computed again once awake."""
+        while self._in_flight:
+            self._wait()
+        self.scheduler.sleep()
+        self._runner = _NoRunner()
+        if self.checker is not None:
+            self.checker.after_update(None)
+
+    def wake(self, runner: Runner) -> None:
+        """Go on with a runner that holds nothing yet."""
+        assert self.is_asleep, "it has a runner"
+        runner.reset(StepPlan(seq=self.num_submitted, full=True))
+        self._runner = runner
+
+    @property
+    def is_asleep(self) -> bool:
+        return isinstance(self._runner, _NoRunner)
+
     def close(self) -> None:
         """Complete what is under way, what is to be written to a disk too, and close the log."""
         try:
@@ -491,6 +510,16 @@ class Engine:
 def _is_out_of_memory(error: Exception) -> bool:
     """Of the host or of a device; torch's own error is known by its name, for torch is not known here."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+class _NoRunner:
+    """In the place of the runner of an engine that sleeps."""
+
+    def submit(self, plan: StepPlan) -> Pending:
+        raise AssertionError("an engine that sleeps makes no step")
+
+    def reset(self, full: StepPlan) -> None:
+        raise AssertionError("an engine that sleeps has nothing to reset")
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ def choose_sizes(
     block_size = sizes.setdefault("block_size", 16)
     per_block = block_bytes(spec, block_size, further)
     if "num_blocks" not in sizes:
-        memory = model.kv_cache_memory_bytes or _default_memory()
+        memory = model.kv_cache_memory_bytes or int(_default_memory() * model.kv_memory_part)
         sizes["num_blocks"] = max(2, memory // per_block)
     capacity = (sizes["num_blocks"] - 1) * block_size
     if "max_model_len" not in sizes:

@@ -40,7 +40,7 @@ from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownReque
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.recovery import full_plan, start_over
+from paceline.scheduler.recovery import full_plan, let_go, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
@@ -480,6 +480,12 @@ class Scheduler:
         start_over(self.state)
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
+
+    def sleep(self) -> None:
+        """The runner is let go of, with all its memory. Only while no step is under way."""
+        self._input(inputs.Sleep())
+        let_go(self.state)
+        self.composer.forget()
 
     def shrink(self) -> bool:
         """Memory ran out in a step: for a while half as many rows. False if there was one left only."""

@@ -367,6 +367,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
         places, [BlockKey(key, b"") for key in keys], uses
     ),
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
+    inputs.Sleep: Scheduler.sleep,
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,
 }

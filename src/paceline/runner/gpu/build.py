@@ -119,6 +119,8 @@ def choose_gpu_sizes(
         if head is not None:
             buffers += _head_bytes(head.spec, sizes, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
+        if model.kv_memory_part < 1 and model.kv_cache_memory_bytes is None:
+            raise ConfigError("several models on one GPU need kv_cache_memory_bytes for each of them")
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
             raise ConfigError(

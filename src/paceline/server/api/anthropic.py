@@ -51,7 +51,8 @@ from paceline.server.api.tool_fields import anthropic_tool_fields, read_anthropi
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Generation, Usage
-from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
+from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.service import INLINE_CHARS, Service
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
 from paceline.text.tools.reading import read_anthropic_tools
