@@ -105,8 +105,7 @@ class StepAttention:
             q = q.expand(-1, 2, -1)
         context = bucket.blocks.shape[0] // num_rows * block_size
         shape = (kv_heads * num_rows, context, head_dim)
-        k = pools.keys.index_select(1, bucket.blocks).view(shape)
-        v = pools.values.index_select(1, bucket.blocks).view(shape)
+        k, v = (part.view(shape) for part in pools.gather(bucket.blocks))
         weights = torch.bmm(q, k.transpose(1, 2))
         if alone:
             spread = weights.view(kv_heads, num_rows, 1, 2, context)

@@ -45,9 +45,10 @@ class NativeStep:
         free: FreeCores | None = None,
         pulse: Pulse | None = None,
         look_s: float = LOOK_S,
+        kv_dtype: str = "float32",
     ) -> None:
         self.spec = model.spec
-        self.kv = KVPool(model.spec, config.kv)
+        self.kv = KVPool(model.spec, config.kv, kv_dtype)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
         self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
         self.team = Team(code, self.memory.parameters, threads)
