@@ -242,6 +242,7 @@ class Steps:
             masked=np.zeros(rows, np.bool_),
             tokens=self.tokens[:rows, start : start + count].reshape(-1),
             positions=positions,
+            places=positions,
             lengths=positions + 1,
             row_of=row_of,
             slots=(slots,),

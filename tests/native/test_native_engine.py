@@ -278,6 +278,7 @@ def test_runners_of_one_model_have_separate_caches() -> None:
             masked=one > 0,
             tokens=one + 7,
             positions=one,
+            places=one,
             lengths=one + 1,
             row_of=one,
             slots=(one + SUB_BLOCK,),

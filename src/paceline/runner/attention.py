@@ -164,13 +164,13 @@ def _members(kv: KVTensors, rows: DeviceRows, batch: FlatBatch, which: Index) ->
     column = np.minimum(np.arange(width), count[:, None] - 1)
     tokens = first_token[:, None] + column
     is_real = np.arange(width) < count[:, None]
-    positions = batch.positions[tokens]
+    places = batch.places[tokens]
     return Members(
         tokens=torch.from_numpy(tokens.ravel()),
         num_rows=len(which),
         queries=width,
         buckets=[
-            _bucket(kv, rows.tables[group][batch.rows[which]], positions, group, batch.masked[which])
+            _bucket(kv, rows.tables[group][batch.rows[which]], places, group, batch.masked[which])
             for group in range(len(kv.windows))
         ],
         first=torch.from_numpy(np.flatnonzero(is_real.ravel())),

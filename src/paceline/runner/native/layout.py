@@ -127,7 +127,8 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_LISTED,
     S_MAXIMA,
     S_KV_IN_BYTES,
-) = range(0, 616, 8)
+    S_ENDS,
+) = range(0, 624, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,

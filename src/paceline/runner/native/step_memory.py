@@ -148,7 +148,14 @@ class StepMemory:
         self.grow(count, 0)
         p = self.parameters
         tiles = query_tiles(batch, padding_row=len(tables[0]) - 1)
-        for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("tiles", tiles)):
+        # What a token sees ends behind it, at its place among what its row has not dropped.
+        columns = {
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "ends": batch.places + 1,
+            "tiles": tiles,
+        }
+        for name, values in columns.items():
             p.point(name, np.ascontiguousarray(values, np.int64))
         p.set(num_tokens=count, num_tiles=len(tiles))
         self.sample(count, sampled)

@@ -187,7 +187,7 @@ def _attention(p, layer, scratch):
     """A tile of queries and a kv head. `scratch`: bounds, results, bytes and scores of four query vectors."""
     sync, kv_heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     count, group = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HEADS) // kv_heads
-    window, positions = get_int(layer + at.L_WINDOW), get_int(p + at.S_POSITIONS)
+    window, ends = get_int(layer + at.L_WINDOW), get_int(p + at.S_ENDS)
     subs, block_bytes = get_int(layer + at.L_SUBS), get_int(layer + at.L_BLOCK_BYTES)
     first, end, out = scratch, scratch + 64, scratch + 128
     x, scores = scratch + 128 + 16 * dim, scratch + 128 + 24 * dim
@@ -204,9 +204,9 @@ def _attention(p, layer, scratch):
         for start in range(0, vectors, 4):
             rows = min(4, vectors - start)
             for i in range(rows):
-                position = get_int(positions + 8 * (token + (start + i) // group))
-                put_int(end + 8 * i, position + 1)
-                put_int(first + 8 * i, max(0, position + 1 - window) if window > 0 else 0)
+                stop = get_int(ends + 8 * (token + (start + i) // group))
+                put_int(end + 8 * i, stop)
+                put_int(first + 8 * i, max(0, stop - window) if window > 0 else 0)
             q = get_int(p + at.S_QUERIES) + ((head * count + token) * group + start) * dim * 4
             attend_rows(
                 rows, in_bytes, q, first, end, table, subs, kv, block_bytes, dim, scores, step, out, x
