@@ -283,7 +283,7 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.disk_level import DiskLevel
-    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, cpu_kv_dtype, line_costs
     from paceline.runner.sleeper import CPUSleeper
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
@@ -304,16 +304,23 @@ def _on_cpu(
         decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    kv_dtype = cpu_kv_dtype(model)
+    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    known = (config.kv.block_size, about, model.quantization, drafts and (drafts.method, drafts.model))
+    known = (
+        config.kv.block_size,
+        kv_dtype,
+        about,
+        model.quantization,
+        drafts and (drafts.method, drafts.model),
+    )
     disk = DiskLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
-        kv_dtype="float32",
+        kv_dtype=kv_dtype,
         kv_bytes=kv_bytes,
         runner=backend.about,
         quantization=model.quantization,
@@ -387,10 +394,13 @@ def _native_backend(
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
+    from paceline.runner.sizing import cpu_kv_dtype
 
     reason = "they compute no adapters yet"
     if not model.has_adapters:
-        reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+        reason = objection(
+            checkpoint, int(given.get("block_size", 16)), model.quantization, cpu_kv_dtype(model)
+        )
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -412,7 +422,7 @@ def _native_backend(
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse)
+        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=cpu_kv_dtype(model))
 
     return CPUBackend(
         make_step=make_step,
@@ -443,6 +453,7 @@ def _torch_backend(
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
     from paceline.runner.guessers import build_guesser, model_drafter
+    from paceline.runner.sizing import cpu_kv_dtype
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -460,7 +471,7 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, cpu_kv_dtype(model)),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},

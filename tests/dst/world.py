@@ -17,6 +17,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, Held, StepEvents
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
+from paceline.core.kv_keep import KVKeep
 from paceline.core.sampling import SamplingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidTransition
@@ -59,6 +60,7 @@ class World:
     ) -> None:
         """`drafts`, `trees`: False: there are none, whatever the seed says."""
         self.guide_rng = random.Random(seed + 13)
+        self.keep_rng = random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
@@ -66,10 +68,14 @@ class World:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
         self.config = draw_levels(level_rng, self.config)
+        can_drop = len(self.config.kv.groups) == 1 and self.config.kv.groups[0].window is None
+        can_drop &= self.config.scheduler.mode == "continuous" and self.config.scheduler.drafts is None
+        # Some requests drop parts of their KV.
+        self.drops_kv = self.keep_rng.random() < 0.25 and can_drop
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=trees and has_trees(seed))
+        self.coverage = Coverage(self.config, self.trouble, make_recorder, told=not self.drops_kv and not (trees and has_trees(seed)))
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
@@ -264,7 +270,7 @@ class World:
             client.tokens = client.tokens[: client.stop_at]
             client.stop_at, expected = None, client.tokens
         else:
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = self.alone(client)
             if held.reason.value != reason:
                 raise InvariantViolation("O1", f"request {held.request} is held for {held.reason.value}")
         if client.tokens != expected or held.num_output != client.before + len(client.tokens):
@@ -289,15 +295,20 @@ class World:
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = self.alone(client)
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
         else:  # it was ended: what it got is a beginning
-            expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen)
+            expected, reason = self.alone(client, len(got))
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
         if ending.num_output - client.before != (len(got) if client.stop_at is None else client.stop_at):
             raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
+
+    def alone(self, client: Expectation, at_most: int | None = None) -> tuple[list[int], str]:
+        """What a client gets from an engine that has nothing else to do."""
+        size, before = self.config.kv.block_size, client.before
+        return reference_output(client.prompt, client.sampling, at_most, client.seen, size, before)
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
         """Faults that were injected and may have ended this request."""
@@ -370,6 +381,10 @@ class World:
         service_level = self.objectives.service_level(rng.choice((0, 0, 0, 1, 2)))
         if rng.random() < traffic.guided_share:
             sampling = replace(sampling, structured_outputs=self._structure())
+        if self.drops_kv and self.keep_rng.random() < 0.6:
+            size = self.config.kv.block_size
+            first, recent = self.keep_rng.randint(0, 2 * size), self.keep_rng.randint(1, 4 * size)
+            sampling = replace(sampling, kv_keep=KVKeep(first=first, recent=recent))
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
         try:
             ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level, tree=limits)

@@ -50,6 +50,7 @@ _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
+    Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
     Rule.DEADLINE_INFEASIBLE: "the times it wanted could not be kept as things stood",
     Rule.DEADLINE_IMPOSSIBLE: "the times it wanted could not be kept even if it were alone",

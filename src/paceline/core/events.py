@@ -190,6 +190,7 @@ class Rule(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
+    KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone

@@ -17,6 +17,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
+from paceline.core.kv_keep import KVKeep
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 
@@ -201,6 +202,11 @@ class SamplingParams:
     structured_outputs: Structure | None = parameter(  # noqa: RUF009
         None, "the form of the answer: a JSON schema, a pattern, a grammar, choices", offered=Offer.NOWHERE
     )
+    kv_keep: KVKeep | None = parameter(  # noqa: RUF009
+        None,
+        "tokens whose KV is kept once the answer has begun, the first and the most recent ones; what lies between is "
+        "dropped, which changes the answer",
+    )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
     spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)
@@ -336,6 +342,8 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, "prediction", ())
     if params.structured_outputs is not None:
         object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
+    if params.kv_keep is not None:
+        object.__setattr__(params, "kv_keep", KVKeep.of(params.kv_keep))
     if params.logit_bias is None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
@@ -419,6 +427,11 @@ def _check_counts(params: SamplingParams) -> None:
         raise InvalidRequest(
             "allowed_token_ids: the structure of an answer says which tokens it may have; leave one of them out",
             param="allowed_token_ids",
+        )
+    if params.kv_keep is not None and params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "kv_keep: an answer that does not see its whole prompt is not measured by it; leave prompt_logprobs out",
+            param="kv_keep",
         )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")

@@ -37,10 +37,11 @@ class TorchStep:
         workers: Workers | None = None,
         pulse: Pulse | None = None,
         net: DraftNet | None = None,
+        kv_dtype: str = "float32",
     ) -> None:
         """`net`: a model that guesses, whose keys are kept too and which reads hidden states."""
         self.spec = decoder.spec
-        self.kv = KVTensors(decoder.spec, config, () if net is None else net.layers)
+        self.kv = KVTensors(decoder.spec, config, () if net is None else net.layers, kv_dtype)
         self.adapters = AdapterTables(decoder.spec)
         self._decoder = decoder
         self._taps = () if net is None else net.taps

@@ -338,6 +338,8 @@ class SchedulerState:
         """Give a request a row and note that it joins in the plan being made."""
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
+        if request.sampling.kv_keep is not None:
+            self.kv.keep(row, request.sampling.kv_keep, request.num_prompt)
         self.joins.append(Join(row, request, source))
         if request.tree is not None:
             request.tree.num_rows += 1
@@ -404,7 +406,8 @@ class SchedulerState:
         """Offer what a request that is about to leave has computed to the prefix cache, its output included."""
         row = request.row
         kv = self.kv
-        if not kv.caching or request.blocked is not None:  # its blocks are still being copied in
+        # Blocks that are still being copied in, and those of a row that has dropped some, are not offered.
+        if not kv.caching or request.blocked is not None or kv.dropped.item(row):
             return
         computed = self.rows.computed.item(row)
         if computed // kv.block_size > len(request.keys) and self.rows.collect(request):

@@ -57,6 +57,7 @@ class RowMemory:
             "length": (rows, 1),
             "max_length": (rows, 1),
             "active": (rows, 1),
+            "dropped": (rows, 1),
             "stop_ids": (rows, MAX_STOP_IDS),
             "top_k": (rows, 1),
             "top_p": (rows, 2),
@@ -102,6 +103,7 @@ class RowMemory:
             length=self.column("length"),
             max_length=self.column("max_length"),
             active=self.column("active"),
+            dropped=self.column("dropped"),
             stop_ids=self["stop_ids"].device,
             tokens=self["tokens"].device,
         )

@@ -542,7 +542,7 @@ class GPURunner:
         if shape.num_spans:
             names = ("row", "first", "count", "position")
             spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
-            span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
+            span_inputs(tokens, spans, shape.longest_span, memory.columns, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
         hidden = self._decoder.forward(tokens, self._attention, step)
         if self._head is not None:

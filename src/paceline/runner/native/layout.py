@@ -16,6 +16,8 @@ A weight is scale * q + offset. Quantised inputs stand four rows abreast, a tile
 Keys and values of one layer are cut into sub-blocks of 16 tokens; a block of the scheduler is one or more of them:
 
     sub-block  [kv head](keys [head dim][16 tokens], values [16 tokens][head dim])  float32
+    in bytes   [kv head](keys [quad][16 tokens][4], values [16 tokens][head dim]  bytes,
+                         scales of keys [16 tokens], scales of values [16 tokens]  float32)
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ Q4_UNPACKED = 640  # the same with bytes and float32 scales
 Q4, Q8, F16, BF16, F32 = range(5)
 KINDS = ("q4", "q8", "f16", "bf16", "f32")
 SILU, GELU_TANH = range(2)
+
+
+def kv_head_bytes(dim: int, *, in_bytes: bool) -> int:
+    """Bytes of one kv head of a sub-block: keys and values of 16 tokens, and in bytes two scales of each token."""
+    return 2 * SUB_BLOCK * (dim + 4 if in_bytes else 4 * dim)
 
 
 def panel_bytes(kind: int, inputs: int) -> int:
@@ -119,7 +126,9 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_DRAW_PARTS,
     S_LISTED,
     S_MAXIMA,
-) = range(0, 608, 8)
+    S_KV_IN_BYTES,
+    S_ENDS,
+) = range(0, 624, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,
@@ -225,7 +234,7 @@ NO_PIECES = 1 << 40
 C_HARMLESS, C_RANGES = 64, 128
 ALLOW = "paceline_allow"  # takes the address of the table
 # Kernels that can be called alone (`kernels.probe`).
-PROBES = ("panel", "quantise", "norm", "attend", "activate", "rotate", "exp", "embed", "draw")
+PROBES = ("panel", "quantise", "norm", "attend", "activate", "rotate", "exp", "embed", "draw", "keep_bytes")
 # What the compiled code offers, and what it needs from the C library.
 SYMBOLS = ("paceline_enter", "paceline_probe")
 LIBC = ("sched_yield", "sem_wait", "sem_post", "clock_gettime", "memcpy", "memset", "memmove")

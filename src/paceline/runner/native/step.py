@@ -45,9 +45,10 @@ class NativeStep:
         free: FreeCores | None = None,
         pulse: Pulse | None = None,
         look_s: float = LOOK_S,
+        kv_dtype: str = "float32",
     ) -> None:
         self.spec = model.spec
-        self.kv = KVPool(model.spec, config.kv)
+        self.kv = KVPool(model.spec, config.kv, kv_dtype)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
         self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
         self.team = Team(code, self.memory.parameters, threads)
@@ -131,9 +132,10 @@ class NativeStep:
         In every step: each line costs microseconds. Counts are what `make_batch` has repeated rows by.
         """
         tables, block_size = rows.tables, self.kv.block_size
-        longest = min(rows.tokens.shape[1], self._max_positions, tables[0].shape[1] * block_size)
+        longest, widest = min(rows.tokens.shape[1], self._max_positions), tables[0].shape[1] * block_size
         _check_below(batch.tokens, self.spec.vocab_size, "token")
-        used = _check_below(batch.positions, longest, "position") // block_size + 1
+        _check_below(batch.positions, longest, "position")
+        used = _check_below(batch.places, min(longest, widest), "position") // block_size + 1
         _check_below(batch.rows, len(tables[0]) - 1, "row")
         for group, (slots, table) in enumerate(zip(batch.slots, tables, strict=True)):
             slot_count = self.kv.num_slots(group)

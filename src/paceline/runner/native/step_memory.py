@@ -60,6 +60,7 @@ class StepMemory:
             head_kind=model.head.kind,
             head=model.head.at,
             last_norm=model.last_norm,
+            kv_in_bytes=int(self._pool.in_bytes),
         )
         if spec.experts is not None:
             p.set(
@@ -105,7 +106,7 @@ class StepMemory:
         size = max(
             192 * count,  # gate and up of 32 columns
             min(count, ROW_BLOCK) * spec.head_dim * 4,
-            128 + 16 * spec.head_dim + TILE * scores,
+            128 + 24 * spec.head_dim + TILE * scores,
             4 * hidden,
             DRAW_SCRATCH,
             4 * -(-(spec.experts.num_experts if spec.experts else 0) // COLUMNS) * COLUMNS,
@@ -147,7 +148,14 @@ class StepMemory:
         self.grow(count, 0)
         p = self.parameters
         tiles = query_tiles(batch, padding_row=len(tables[0]) - 1)
-        for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("tiles", tiles)):
+        # What a token sees ends behind it, at its place among what its row has not dropped.
+        columns = {
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "ends": batch.places + 1,
+            "tiles": tiles,
+        }
+        for name, values in columns.items():
             p.point(name, np.ascontiguousarray(values, np.int64))
         p.set(num_tokens=count, num_tiles=len(tiles))
         self.sample(count, sampled)

@@ -222,13 +222,14 @@ class Admission:
     def _cached_start(self, request: Request) -> CachedStart | RequestId:
         """Where a request starts, or the request that is computing a prefix it could share."""
         state = self._state
-        match = state.kv.match(request.keys, request.num_tokens)
+        sharable = request.num_sharable(state.kv.block_size)
+        match = state.kv.match(request.keys, sharable)
         cached = match.num_blocks * state.kv.block_size
         parent = state.requests.get(request.parent) if request.parent is not None else None
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
             # From the fork on, parent and branch differ.
-            common = min(request.shares, request.num_tokens - 1)
+            common = min(request.shares, sharable - 1)
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.scheduled[parent.row]
             if still and done < common:
@@ -246,7 +247,7 @@ class Admission:
         state = self._state
         if not state.computing or num_blocks >= len(request.keys):
             return None
-        if (num_blocks + 1) * state.kv.block_size >= request.num_tokens:
+        if (num_blocks + 1) * state.kv.block_size >= request.num_sharable(state.kv.block_size):
             return None
         return state.computing.get(request.keys[num_blocks].key)
 

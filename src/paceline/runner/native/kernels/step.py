@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.runner.native import layout as at
-from paceline.runner.native.kernels.attention import attend
+from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import kernel
 from paceline.runner.native.kernels.experts import feed_experts, gate_and_up
@@ -40,7 +40,7 @@ from paceline.runner.native.kernels.scalars import (
     sleep_on,
     wake,
 )
-from paceline.runner.native.kernels.simd import load_floats, store_floats, zeros
+from paceline.runner.native.kernels.simd import load_floats, store_floats
 from paceline.runner.native.kernels.threads import (
     LAP_ATTENTION,
     LAP_GATED,
@@ -165,9 +165,15 @@ def _place_head(p, layer, head, token, values):
     if slot < 0:  # padding, or a row that has ended: nothing is stored
         return
     base = get_int(layer + at.L_KV) + slot // at.SUB_BLOCK * get_int(layer + at.L_BLOCK_BYTES)
-    base += (head - heads) % kv_heads * 2 * dim * 64
+    base += (head - heads) % kv_heads * (get_int(layer + at.L_BLOCK_BYTES) // kv_heads)
     place = slot % at.SUB_BLOCK
-    if head < heads + kv_heads:
+    if get_int(p + at.S_KV_IN_BYTES):
+        scales = base + 2 * at.SUB_BLOCK * dim + 4 * place
+        if head < heads + kv_heads:
+            keep_bytes(values, dim, base + 4 * place, 4 * at.SUB_BLOCK, scales)
+        else:
+            keep_bytes(values, dim, base + (at.SUB_BLOCK + place) * dim, 4, scales + 4 * at.SUB_BLOCK)
+    elif head < heads + kv_heads:
         for i in range(dim):
             put_float(base + 64 * i + 4 * place, get_float(values + 4 * i))
     else:
@@ -178,13 +184,14 @@ def _place_head(p, layer, head, token, values):
 
 @kernel
 def _attention(p, layer, scratch):
-    """A tile of queries and a kv head. `scratch`: bounds, results and scores of four query vectors."""
+    """A tile of queries and a kv head. `scratch`: bounds, results, bytes and scores of four query vectors."""
     sync, kv_heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     count, group = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HEADS) // kv_heads
-    window, positions = get_int(layer + at.L_WINDOW), get_int(p + at.S_POSITIONS)
+    window, ends = get_int(layer + at.L_WINDOW), get_int(p + at.S_ENDS)
     subs, block_bytes = get_int(layer + at.L_SUBS), get_int(layer + at.L_BLOCK_BYTES)
-    first, end, out, scores = scratch, scratch + 64, scratch + 128, scratch + 128 + 16 * dim
-    step = get_int(p + at.S_SCORES_STEP)
+    first, end, out = scratch, scratch + 64, scratch + 128
+    x, scores = scratch + 128 + 16 * dim, scratch + 128 + 24 * dim
+    step, in_bytes = get_int(p + at.S_SCORES_STEP), get_int(p + at.S_KV_IN_BYTES)
     while True:
         piece = take(sync, 1)
         if piece >= get_int(p + at.S_NUM_TILES) * kv_heads:
@@ -192,23 +199,18 @@ def _attention(p, layer, scratch):
         tile, head = get_int(p + at.S_TILES) + piece // kv_heads * at.QUERY_TILE_BYTES, piece % kv_heads
         token, row = get_int(tile + at.T_FIRST), get_int(tile + at.T_ROW)
         table = get_int(layer + at.L_TABLE) + row * get_int(layer + at.L_TABLE_WIDTH) * 8
-        kv = get_int(layer + at.L_KV) + head * 2 * dim * 64
+        kv = get_int(layer + at.L_KV) + head * (block_bytes // kv_heads)
         vectors = get_int(tile + at.T_COUNT) * group
         for start in range(0, vectors, 4):
             rows = min(4, vectors - start)
             for i in range(rows):
-                position = get_int(positions + 8 * (token + (start + i) // group))
-                put_int(end + 8 * i, position + 1)
-                put_int(first + 8 * i, max(0, position + 1 - window) if window > 0 else 0)
+                stop = get_int(ends + 8 * (token + (start + i) // group))
+                put_int(end + 8 * i, stop)
+                put_int(first + 8 * i, max(0, stop - window) if window > 0 else 0)
             q = get_int(p + at.S_QUERIES) + ((head * count + token) * group + start) * dim * 4
-            if rows == 4:
-                attend(zeros(4), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
-            elif rows == 3:
-                attend(zeros(3), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
-            elif rows == 2:
-                attend(zeros(2), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
-            else:
-                attend(zeros(1), q, first, end, table, subs, kv, block_bytes, dim, scores, step, out)
+            attend_rows(
+                rows, in_bytes, q, first, end, table, subs, kv, block_bytes, dim, scores, step, out, x
+            )
             for i in range(rows):
                 _place_result(
                     p, token + (start + i) // group, head * group + (start + i) % group, out + i * dim * 4
