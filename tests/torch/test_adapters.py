@@ -128,11 +128,12 @@ EVERY = [(adapter, prompt) for prompt in range(3) for adapter in range(4)]
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
 def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path)
-    llm = LLM(str(made.folder), **OPTIONS)
-    for pair in EVERY[:6]:
-        ask(llm, [pair], made)
-    llm.reset_prefix_cache()
-    ask(llm, EVERY, made)
+    for backend in ("native", "torch"):
+        llm = LLM(str(made.folder), **OPTIONS, cpu_backend=backend)
+        for pair in EVERY[:6]:
+            ask(llm, [pair], made)
+        llm.reset_prefix_cache()
+        ask(llm, EVERY, made)
 
 
 def taught(model: Any, arrays: Arrays, scale: float, text: list[int]) -> Arrays:
@@ -370,12 +371,10 @@ def test_adapters_of_the_start(llama: Made, tmp_path: Path) -> None:
     one, two = llm.loaded.engine.adapters.infos()
     assert (one.name, one.number, two.name, two.number) == ("one", 1, "two", 2)
     assert one.identity == two.identity
-    assert any("they compute no adapters yet" in notice for notice in llm.loaded.notices)
+    assert llm.loaded.hardware.runner["name"] == "native"
     with pytest.raises(ConfigError, match="--lora-modules bad: .*is not a folder"):
         LLM(str(llama.folder), **options, lora_modules=f"bad={tmp_path / 'none'}")
     with pytest.raises(ConfigError, match="--lora-modules must be NAME=FOLDER, not 'x'"):
         LLM(str(llama.folder), **options, lora_modules="x")
     with pytest.raises(ConfigError, match="--max-lora-rank 16"):
         LLM(str(llama.folder), **options, lora_modules=f"one={folder}", max_lora_rank=8)
-    with pytest.raises(ConfigError, match="--cpu-backend native: they compute no adapters yet"):
-        LLM(str(llama.folder), **OPTIONS, cpu_backend="native")
