@@ -27,7 +27,8 @@ Work = Callable[[], Adapter]
 
 
 class AdapterMemory(Protocol):
-    """Where a runner keeps matrices of adapters, by number."""
+    """Where a runner keeps matrices of adapters, by number. One that has to lay them out anew has `prepare` for it, which
+    takes an adapter and returns one, in any thread."""
 
     def put(self, number: int, adapter: Adapter) -> None: ...
     def drop(self, number: int) -> None: ...
@@ -250,7 +251,8 @@ def first_adapters(
     model: ModelConfig, spec: ModelSpec, memory: AdapterMemory | None, scheduler: Scheduler
 ) -> Adapters:
     """The adapters of an engine, with those of the start in memory."""
-    made = Adapters(scheduler, memory, lambda folder: open_adapter(folder, spec, model.max_lora_rank))
+    prepare: Callable[[Adapter], Adapter] = getattr(memory, "prepare", lambda adapter: adapter)
+    made = Adapters(scheduler, memory, lambda folder: prepare(open_adapter(folder, spec, model.max_lora_rank)))
     for name, folder in model.first_adapters.items():
         try:
             made.load(name, Path(folder))

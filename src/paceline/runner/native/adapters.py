@@ -31,6 +31,13 @@ class _Table:
     kept: list[NDArray[np.uint8]]  # what the places point to
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedAdapter(Adapter):
+    """An adapter whose matrices are in the table; it has no others."""
+
+    table: _Table
+
+
 class NativeAdapters:
     """The adapters in memory, by number."""
 
@@ -39,6 +46,11 @@ class NativeAdapters:
         self._tables: dict[int, _Table] = {}
 
     def put(self, number: int, adapter: Adapter) -> None:
+        packed = adapter if isinstance(adapter, PackedAdapter) else self.prepare(adapter)
+        self._tables[number] = packed.table
+
+    def prepare(self, adapter: Adapter) -> PackedAdapter:
+        """What takes long of `put`; in any thread."""
         places = np.zeros((self._num_layers, NUM_PARTS, len(MATRICES)), np.int64)
         kept: list[NDArray[np.uint8]] = []
         most = 0
@@ -54,7 +66,9 @@ class NativeAdapters:
             row[MATRICES["a_kind"]], row[MATRICES["a"]] = a_kind, a_bytes.ctypes.data
             row[MATRICES["b_kind"]], row[MATRICES["b"]] = b_kind, b_bytes.ctypes.data
             row[MATRICES["ranks"]] = ranks
-        self._tables[number] = _Table(places, most, kept)
+        return PackedAdapter(
+            identity=adapter.identity, rank=adapter.rank, parts={}, table=_Table(places, most, kept)
+        )
 
     def drop(self, number: int) -> None:
         del self._tables[number]
