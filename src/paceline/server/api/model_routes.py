@@ -25,12 +25,14 @@ from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 
 def model_routes(service: Service) -> list[Route]:
     async def list_all(call: Call) -> Answer:
-        cards = [_card(name, service) for name in (*service.model.names, *service.client.adapters)]
+        names = (*service.model.names, *service.client.adapters)
+        cards = [_card(name, service) for name in names if service.may_use(call.caller, name)]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def show(call: Call) -> Answer:
         name = checked_model(call.path["id"], service.facts)
+        service.check_model(call.caller, name)
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     return [
@@ -147,6 +149,7 @@ class TokenRoutes:
         service = self._service
         read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
         body = self._body(read.fields)
+        service.check_model(call.caller, body.model)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
@@ -169,7 +172,7 @@ class TokenRoutes:
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
         read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
-        checked_model(read.fields.get("model"), service.facts)
+        service.check_model(call.caller, checked_model(read.fields.get("model"), service.facts))
         ids = read.fields["tokens"]
         service.tokenizer.check_ids(ids, param="tokens")
         text = await service.work(
