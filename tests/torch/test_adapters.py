@@ -207,6 +207,25 @@ def test_branches_have_the_adapter_of_their_request(llm: LLM, llama: Made) -> No
     assert [tuple(each.token_ids) for each in output.outputs] == [llama.references[3][0].output] * 2
 
 
+def test_a_tree_has_an_adapter(llm: LLM, llama: Made) -> None:
+    with llm.tree(prompts()[0], GREEDY, lora_request=llama.adapters[2]) as tree:
+        tree.root.fork(2, append=())
+        found = [tuple(branch.token_ids) for branch in tree.held()]
+    assert found == [llama.references[2][0].output] * 2
+
+
+def test_a_search_hands_its_adapter_to_its_tree(
+    llm: LLM, llama: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tree(prompt: object, params: SamplingParams, *, lora_request: LoRARequest | None) -> None:
+        raise LookupError(lora_request)
+
+    monkeypatch.setattr(llm, "tree", tree)
+    with pytest.raises(LookupError) as caught:
+        llm.search("best_of", prompts()[0], GREEDY, n=2, lora_request=llama.adapters[3])
+    assert caught.value.args == (llama.adapters[3],)
+
+
 def test_a_folder_read_again_is_another_adapter(tmp_path: Path, llama: Made) -> None:
     llm = LLM(str(llama.folder), **OPTIONS)
     spec = llm.loaded.checkpoint.spec

@@ -253,6 +253,7 @@ class EngineService:
             draft_width=0 if drafts is None else drafts.chosen,
             draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
             cpu=self._cpu_work(),
+            adapters=state.adapters.stats(),
         )
 
     def _check_load(self) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from paceline.core.counters import AdapterStats
+
 
 class Order(NamedTuple):
     """What the engine is to do."""
@@ -72,6 +74,12 @@ class AdapterPlaces:
             if not failed:
                 self.resident[number] = None
                 self.read += 1
+
+    def stats(self) -> AdapterStats:
+        waiting = [number for number, users in self.users.items() if users > self.rows.get(number, 0)]
+        return AdapterStats(
+            tuple(self.rows), tuple(waiting), len(self.resident), self.most, self.read, self.evicted
+        )
 
     # -- requests and rows ---------------------------------------------------------------------------------
 
