@@ -13,6 +13,7 @@ same memory holds as float32 and as int8, and decode steps over both in turns.
 
 from __future__ import annotations
 
+import itertools
 import time
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,10 @@ from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code, host_code
 from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.layout import (
+    BF16,
     DRAW_SCRATCH,
     F32,
+    KINDS,
     Q4,
     Q8,
     SUB_BLOCK,
@@ -52,6 +55,8 @@ from paceline.runner.sizing import block_bytes
 bench = Benchmark(__doc__)
 SHAPES = {"gate and up": (3072, 576), "down": (576, 1536)}  # of SmolLM2-135M
 ROWS = (1, 2, 4, 8, 16, 32, 64, 108)
+ADAPTER_RANKS = (4, 8, 16, 32)
+ADAPTER_WIDTH = 576
 ENOUGH_S = 0.2
 VOCABULARY = 49152  # of SmolLM2
 DRAWN: tuple[dict[str, Any], ...] = (
@@ -118,9 +123,21 @@ def attention_seconds(
     return call_seconds(lambda times: kernels.probe("attend", np.array(where), times), ENOUGH_S)
 
 
+def adapter_seconds(kernels: Code, kernel: str, kind: int, rank: int, rows: int, width: int) -> float:
+    """What `rows` tokens, at most four, take with A [rank, width], or with B [width, rank]."""
+    rng, size = np.random.default_rng(0), 4 if kind == F32 else 2
+    matrix, low = aligned(rank * width * size), aligned(rows * rank * 4)
+    x = rng.normal(0, 1, (rows, width)).astype(np.float32)
+    if kernel == "shrink":
+        where = [kind, at(matrix), at(x), width, rank, at(low), rank * 4, rows]
+    else:
+        where = [kind, at(matrix), rank, at(low), rank * 4, rows, at(x), width * 4, width // 16]
+    return call_seconds(lambda times: kernels.probe(kernel, np.array(where), times), ENOUGH_S)
+
+
 @bench.part()
 def kernels(given: Given) -> Found:
-    """Products and attention on one thread."""
+    """Products, attention and adapters on one thread."""
     loaded = host_code(print)
     found: Found = {"isa": loaded.isa.name}
     table("product", *(f"{rows} rows" for rows in ROWS))
@@ -144,6 +161,20 @@ def kernels(given: Given) -> Found:
             found[f"attention, {rows} heads, {context} tokens{kind}"] = figures
             shown += figures.values()
         row(f"{rows} heads, {context} tokens", *shown)
+    table("adapter, GFLOP/s", *(f"rank {rank}" for rank in ADAPTER_RANKS))
+    for kernel, kind, rows in itertools.product(("shrink", "expand"), (BF16, F32), (1, 4)):
+        speeds = [
+            2
+            * rank
+            * rows
+            * ADAPTER_WIDTH
+            / adapter_seconds(loaded, kernel, kind, rank, rows, ADAPTER_WIDTH)
+            / 1e9
+            for rank in ADAPTER_RANKS
+        ]
+        name = f"{kernel}, {KINDS[kind]}, {rows} tokens"
+        found[name] = dict(zip(map(str, ADAPTER_RANKS), np.round(speeds, 1).tolist(), strict=True))
+        row(name, *(round(speed, 1) for speed in speeds))
     return found
 
 
@@ -296,7 +327,9 @@ def kv(given: Given) -> Found:
     model = build_model(open_checkpoint(Path(path)), given.context + 64)
     floats, rounded = (block_bytes(model.spec, 16, kv_dtype=kind) for kind in ("float32", "int8"))
     found: Found = {"context": given.context, "tokens": round(floats / rounded, 3)}
-    print(f"{floats // 16:,} bytes a token as float32, {rounded // 16:,} as int8: {floats / rounded:.2f} times")
+    print(
+        f"{floats // 16:,} bytes a token as float32, {rounded // 16:,} as int8: {floats / rounded:.2f} times"
+    )
     loaded, most = host_code(print), 8
     steps = {
         kind: Steps(model, loaded, given.threads, most, given.context + 32, kind)
@@ -307,9 +340,7 @@ def kv(given: Given) -> Found:
             made.run(most, start, min(128, given.context - start))
     table("rows that decode", "float32 ms", "int8 ms", "int8 is faster by")
     for rows in (1, 4, most):
-        works = {
-            kind: partial(made.milliseconds, rows, given.context, 1, 8) for kind, made in steps.items()
-        }
+        works = {kind: partial(made.milliseconds, rows, given.context, 1, 8) for kind, made in steps.items()}
         taken = in_turns(works, given.rounds)
         floats_ms, rounded_ms = (float(np.median(taken[kind])) for kind in steps)
         ratios = [one / other for one, other in zip(taken["float32"], taken["int8"], strict=True)]

@@ -96,13 +96,13 @@ def _backends(checkpoint: Checkpoint, given: Given) -> Iterator[tuple[str, MakeS
         yield "native", lambda config: NativeStep(model, config, code, given.threads)
 
 
-def _note_rounded(
-    results: Found, checkpoint: Checkpoint, given: Given, windows: Sequence[list[int]]
-) -> None:
+def _note_rounded(results: Found, checkpoint: Checkpoint, given: Given, windows: Sequence[list[int]]) -> None:
     """Perplexity of rounded numbers against the same step without the rounding."""
     spec = checkpoint.spec
     decoder = build_decoder(checkpoint, WINDOW + 2)
-    exact = _note_loss(results, "float32 weights", lambda config: TorchStep(decoder, config.kv), spec, windows)
+    exact = _note_loss(
+        results, "float32 weights", lambda config: TorchStep(decoder, config.kv), spec, windows
+    )
 
     def note(name: str, make_step: MakeStep, base: float) -> None:
         loss = _note_loss(results, name, make_step, spec, windows)
@@ -199,7 +199,9 @@ class RoundedStorage(DenseStorage):
         if weights[0].name.endswith(("embed_tokens.weight", "lm_head.weight")):
             return made
         rounded = self._weights(made.weight)
-        return DenseLinear(rounded, bias) if self._inputs is None else RoundedLinear(rounded, bias, self._inputs)
+        return (
+            DenseLinear(rounded, bias) if self._inputs is None else RoundedLinear(rounded, bias, self._inputs)
+        )
 
 
 def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:

@@ -58,13 +58,15 @@ def reference_output(
     seen: int = 0,
     block_size: int = 1,
     before: int = 0,
+    start: int = 0,
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
     With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
     `block_size` counts for a request that drops blocks, and so does how much of its prompt is output (`before`).
+    `start`: what its adapter stands for.
     """
-    value, num_prompt = 0, len(prompt) - before
+    value, num_prompt = start, len(prompt) - before
     for position, token in enumerate(prompt):
         salt = unseen(sampling, position, num_prompt, block_size) if before else 0
         value = (value * PRIME + token + 1 + salt) & MASK
@@ -140,6 +142,7 @@ class _Row:
     stop_below: int = 0
     is_guided: bool = False
     guide: FakeGuide | None = None  # a copy, of the step that is computed
+    adapter: int = 0
     is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
     sampling: SamplingParams | None = None  # of a row that drops blocks
@@ -174,6 +177,8 @@ class FakeRunner:
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
+        # Those in memory, and what the hashes of their rows start from; None: they change nothing.
+        self.adapters: dict[int, int] | None = None
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -277,7 +282,8 @@ class FakeRunner:
             if row in source_of:
                 tokens = self._rows[source_of[row]].tokens[:count]
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
-            value, hashes = 0, []
+            adapter = int(joins.adapter[at]) if len(joins.adapter) else 0
+            value, hashes = self._adapter(row, adapter), []
             size, sampling, num_prompt = self._size, joins.sampling[at], int(joins.num_prompt[at])
             for position, token in enumerate(tokens):
                 salt = 0 if sampling.kv_keep is None else unseen(sampling, position, num_prompt, size)
@@ -294,12 +300,21 @@ class FakeRunner:
                 seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
                 is_guided=sampling.structured_outputs is not None,
+                adapter=adapter,
                 is_predicted=bool(sampling.prediction),
                 sampling=None if sampling.kv_keep is None else sampling,
                 num_prompt=num_prompt,
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
             )
+
+    def _adapter(self, row: int, number: int) -> int:
+        """A2: what a row computes with is in memory."""
+        if not number or self.adapters is None:
+            return 0
+        if number not in self.adapters:
+            raise InvariantViolation("A2", f"row {row} computes without its adapter {number}")
+        return self.adapters[number]
 
     def _start_copies(self, swaps: Swaps | Moves, *, incoming: bool, seq: int) -> None:
         parts: dict[int, list[tuple[int, int, int]]] = {}
@@ -349,7 +364,10 @@ class FakeRunner:
             # An ended row is masked: it computes into the null block.
             if row.ended:
                 outcomes += _MASKED
-            elif number in guesses and place < len(self._decoding):
+                continue
+            if row.adapter:
+                self._adapter(number, row.adapter)
+            if number in guesses and place < len(self._decoding):
                 tokens, ending = self._verify(row, guesses[number])
                 outcomes += (tokens[0], len(tokens), ending)
                 more[place] = tokens

@@ -396,11 +396,8 @@ def _native_backend(
     from paceline.runner.native.step import NativeStep
     from paceline.runner.sizing import cpu_kv_dtype
 
-    reason = "they compute no adapters yet"
-    if not model.has_adapters:
-        reason = objection(
-            checkpoint, int(given.get("block_size", 16)), model.quantization, cpu_kv_dtype(model)
-        )
+    block_size = int(given.get("block_size", 16))
+    reason = objection(checkpoint, block_size, model.quantization, cpu_kv_dtype(model))
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))

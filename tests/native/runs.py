@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from paceline.config.engine import EngineConfig
+from paceline.models.files.adapter import Adapter
 from paceline.runner.cpu import StepCompute
 from paceline.runner.native.code import Code
 from paceline.runner.native.model import NativeModel
@@ -32,9 +33,11 @@ def record_native(
     code: Code | None = None,
     answers: Sequence[Prompt] = (),
     kv_dtype: str = "float32",
+    adapters: Sequence[Adapter] = (),
+    adapter_of: Sequence[int] = (),
 ) -> Record:
     """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels, drafts
-    come from `answers`."""
+    come from `answers`; see `record`."""
     steps: list[NativeStep] = []
 
     def make_step(config: EngineConfig) -> StepCompute:
@@ -45,7 +48,15 @@ def record_native(
 
     try:
         return record(
-            make_step, model.spec, prompts, around, num_new=num_new, num_blocks=num_blocks, answers=answers
+            make_step,
+            model.spec,
+            prompts,
+            around,
+            num_new=num_new,
+            num_blocks=num_blocks,
+            answers=answers,
+            adapters=adapters,
+            adapter_of=adapter_of,
         )
     finally:
         for step in steps:

@@ -83,7 +83,9 @@ def only(run: Record, chosen: Sequence[int]) -> Record:
     return replace(run, outputs=[run.outputs[index] for index in chosen])
 
 
-@pytest.mark.parametrize("kind, kv_dtype", [("plain", "float32"), ("experts", "float32"), ("experts", "int8")])
+@pytest.mark.parametrize(
+    "kind, kv_dtype", [("plain", "float32"), ("experts", "float32"), ("experts", "int8")]
+)
 @pytest.mark.parametrize("around", CIRCUMSTANCES, ids=str)
 def test_the_same_bits_as_alone(kind: str, kv_dtype: str, around: Circumstances) -> None:
     """Keys and values that are rounded to bytes are rounded once: chunks, hits, copies and swaps read the same."""
@@ -113,7 +115,9 @@ def test_bytes_have_other_bits_than_floats() -> None:
     same = [text for text in floats.bits.keys() & rounded.bits.keys() if len(text) > 1]
     assert same and not any(floats.bits[text] == rounded.bits[text] for text in same)
     apart = [
-        np.abs(np.frombuffer(floats.bits[text], np.float32) - np.frombuffer(rounded.bits[text], np.float32)).max()
+        np.abs(
+            np.frombuffer(floats.bits[text], np.float32) - np.frombuffer(rounded.bits[text], np.float32)
+        ).max()
         for text in same
     ]
     size = max(np.abs(np.frombuffer(floats.bits[text], np.float32)).max() for text in same)

@@ -286,6 +286,7 @@ class MessagesRoute(GenerationRoute):
     async def count(self, call: Call) -> Answer:
         service = self.service
         body = self._parsed(self.count_table, call.body)
+        service.check_model(call.caller, body.model)
         size = check_prompt(body, service.facts.max_model_len, service.settings.limits)
         ids = await service.work(lambda: service.prompt_ids(body), inline=size <= INLINE_CHARS)
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))

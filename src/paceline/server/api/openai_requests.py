@@ -181,9 +181,14 @@ def checked_model(name: object, facts: ModelFacts) -> str:
     if name is None:
         return facts.names[0]
     if name not in facts.names and name not in facts.adapters:
-        message = f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}"
-        raise UnknownModel(message, param="model")
+        raise unknown_model(name, facts)
     return str(name)
+
+
+def unknown_model(name: object, facts: ModelFacts) -> UnknownModel:
+    return UnknownModel(
+        f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}", param="model"
+    )
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
