@@ -491,9 +491,7 @@ class ModelConfig(CheckedOptions):
         "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
-    enable_lora: bool = option(
-        False, "compute adapters (PEFT LoRA) that requests name; on a CPU, by torch", panel="Adapters"
-    )
+    enable_lora: bool = option(False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters")
     lora_modules: str = option(
         "",
         "adapters to load at the start, each under the name of its model; commas for several",
@@ -504,6 +502,9 @@ class ModelConfig(CheckedOptions):
         None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
     )
     max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
+    max_loras: int = option(
+        16, "adapters that a GPU has room for at a time", low=1, high=1024, panel="Adapters"
+    )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 
