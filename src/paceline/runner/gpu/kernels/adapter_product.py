@@ -29,7 +29,6 @@ UNIT = 16  # entries of the pool that an entry of the table counts in
 NOTHING = -1
 MOST_PARTS = 3  # of a product
 MAX_SPLITS = 8
-_LEAST_SHARE = 1024  # inner entries of a split
 _ENOUGH_PROGRAMS = 256
 
 
@@ -59,7 +58,10 @@ class AdapterTuning:
     rows: int
     inner: int
     columns: int
-    least_share: int = _LEAST_SHARE
+    least_share: int = 1024  # inner entries of a split of shrink
+    shrink_warps: int = 2
+    shrink_stages: int = 4
+    expand_warps: int = 4
 
     def splits(self, tokens: int, parts: int, inner: int) -> int:
         """Into how many the inner dimension is split: tiles may be as few as the tokens fill."""
@@ -70,7 +72,7 @@ class AdapterTuning:
 
 
 _FEW = AdapterTuning(rows=16, inner=256, columns=256)
-_MANY = AdapterTuning(rows=64, inner=128, columns=128)
+_MANY = AdapterTuning(rows=64, inner=128, columns=128, shrink_warps=4)
 _FLOAT32 = AdapterTuning(rows=16, inner=32, columns=64)
 _FEW_TOKENS = 512
 
@@ -133,8 +135,8 @@ def adapter_product(
         PANEL=PANEL,
         UNIT=UNIT,
         OVERLAPPED=overlapped,
-        num_warps=2 if tuning.rows == PANEL else 4,
-        num_stages=4,
+        num_warps=tuning.shrink_warps,
+        num_stages=tuning.shrink_stages,
         launch_pdl=overlapped,
     )
     one, two, three = (*widths, 0, 0)[:MOST_PARTS]
@@ -158,7 +160,7 @@ def adapter_product(
         PANEL=PANEL,
         UNIT=UNIT,
         OVERLAPPED=overlapped,
-        num_warps=4,
+        num_warps=tuning.expand_warps,
         num_stages=1,
         launch_pdl=overlapped,
     )
