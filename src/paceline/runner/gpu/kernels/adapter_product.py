@@ -110,7 +110,7 @@ def adapter_product(
     pool, plan, low = adapted.pool, adapted.plan, adapted.low
     tokens, inner = x.shape
     parts, splits = len(widths), tuning.splits(tokens, len(widths), inner)
-    assert x.is_contiguous() and out.stride(1) == 1 and parts <= MOST_PARTS
+    assert x.is_contiguous() and out.is_contiguous() and parts <= MOST_PARTS
     assert sum(widths) == out.shape[1] and pool.table.is_contiguous()
     ranks = pool.most_panels * PANEL
     assert splits * parts * tokens * ranks <= low.numel(), "no room for what shrink leaves"
@@ -145,7 +145,6 @@ def adapter_product(
         low,
         *where,
         tokens,
-        out.stride(0),
         PARTS=parts,
         PANELS=pool.most_panels,
         SPLITS=splits,
@@ -226,7 +225,7 @@ def _shrink_kernel(
     tl.store(into, tl.trans(acc), mask=present[:, None])
 
 
-@triton.jit(do_not_specialize=["entry", "stride", "tokens", "out_stride"])
+@triton.jit(do_not_specialize=["entry", "stride", "tokens"])
 def _expand_kernel(
     out,
     low,
@@ -239,7 +238,6 @@ def _expand_kernel(
     entry,
     stride,
     tokens,
-    out_stride,
     PARTS: tl.constexpr,
     PANELS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -281,17 +279,24 @@ def _expand_kernel(
     b_at += (column * PANEL)[:, None] + rank[None, :]
     b = tl.load(b_at, mask=inside[:, None], other=0.0)  # requested before anything is waited for
     wait_and_announce(OVERLAPPED)
-    acc = tl.zeros([TILE, ROWS], tl.float32)
-    low_at = low + (part * tokens + place).to(tl.int64)[:, None] * (PANELS * PANEL) + rank[None, :]
-    for panel in range(count):
-        if PANELS > 1:
-            b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
-        total = tl.zeros([ROWS, PANEL], tl.float32)
-        for split in tl.static_range(SPLITS):
-            at = low_at + panel * PANEL + split * (PARTS * PANELS * PANEL) * tokens.to(tl.int64)
-            total += tl.load(at, mask=present[:, None], other=0.0)
-        acc = tl.dot(b, tl.trans(total.to(b.dtype)), acc, input_precision=PRECISION)
-    into = out + token[:, None] * out_stride + (origin + column)[None, :]
+    into = out + token[:, None] * (ONE + TWO + THREE) + (origin + column)[None, :]
     mask = present[:, None] & inside[None, :]
-    added = tl.load(into, mask=mask, other=0.0).to(tl.float32) + tl.trans(acc)
-    tl.store(into, added.to(out.dtype.element_ty), mask=mask)
+    before = tl.load(into, mask=mask, other=0.0)
+    low_at = low + (part * tokens + place).to(tl.int64)[:, None] * (PANELS * PANEL) + rank[None, :]
+    apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
+    x = _sum(low_at, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
+    acc = tl.dot(x, tl.trans(b), input_precision=PRECISION)
+    if PANELS > 1:
+        for panel in range(1, count):
+            b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
+            x = _sum(low_at + panel * PANEL, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
+            acc = tl.dot(x, tl.trans(b), acc, input_precision=PRECISION)
+    tl.store(into, (before.to(tl.float32) + acc).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum(at, apart, present, SPLITS: tl.constexpr, ROWS: tl.constexpr, PANEL: tl.constexpr):
+    total = tl.zeros([ROWS, PANEL], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(at + split * apart, mask=present[:, None], other=0.0)
+    return total
