@@ -32,14 +32,16 @@ from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.adapters import AdapterRoom
+from paceline.runner.gpu.drafted_steps import DraftedSteps
+from paceline.runner.gpu.graphs import DraftKey
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.invariants import InvariantChecker
 from tests.torch.test_gpu_drafts_interpreted import SIZES, QuickRunner
 from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
 
 ROOM = AdapterRoom(places=2, max_rank=20)
-GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-RULED = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, repetition_penalty=1.3)
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+RULED = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, repetition_penalty=1.3)
 NGRAM = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=(0.01,) * len(SIZES))
 
 
@@ -90,7 +92,7 @@ def answers(engine: Engine, numbers: list[int], params: SamplingParams = GREEDY)
     random = np.random.default_rng(1)
     found: dict[int, list[int]] = {}
     for index, number in enumerate(numbers):
-        prompt = random.integers(3, 512, 7 + 9 * index).tolist()
+        prompt = random.integers(3, 512, 4 + 6 * index).tolist()
         found |= {request: [] for request in engine.add(prompt, params, adapter=number)}
     while engine.has_requests or not engine.is_idle:
         for batch in engine.step_overlapped().tokens:
@@ -100,19 +102,41 @@ def answers(engine: Engine, numbers: list[int], params: SamplingParams = GREEDY)
     return list(found.values())
 
 
-@pytest.mark.parametrize("drafts", [None, NGRAM], ids=["plain", "drafts"])
+def with_two(engine: Engine, folders: list[Path]) -> Engine:
+    for folder in folders[:2]:
+        engine.adapters.load(folder.name, folder)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def cpu(checkpoint: Checkpoint, folders: list[Path]) -> Engine:
+    return with_two(make_engine(checkpoint, on_gpu=False), folders)
+
+
+@pytest.mark.parametrize("params", [GREEDY, RULED], ids=["plain", "rules"])
 def test_tokens_are_those_of_the_cpu(
-    checkpoint: Checkpoint, folders: list[Path], drafts: DraftConfig | None
+    checkpoint: Checkpoint, folders: list[Path], cpu: Engine, params: SamplingParams
 ) -> None:
-    cpu, gpu = make_engine(checkpoint, on_gpu=False), make_engine(checkpoint, on_gpu=True, drafts=drafts)
-    for engine in (cpu, gpu):
-        for folder in folders[:2]:
-            engine.adapters.load(folder.name, folder)
+    gpu = with_two(make_engine(checkpoint, on_gpu=True), folders)
     mixed = [1, NO_ADAPTER, 2]
-    expected = answers(cpu, mixed)
-    assert expected != answers(cpu, [NO_ADAPTER] * 3), "adapters make a difference, or this test says nothing"
-    assert answers(gpu, mixed) == expected
-    assert answers(gpu, [2, 1], RULED) == answers(cpu, [2, 1], RULED)
+    expected = answers(cpu, mixed, params)
+    assert expected != answers(cpu, [NO_ADAPTER] * 3, params), "adapters make no difference"
+    assert answers(gpu, mixed, params) == expected
+
+
+def test_rows_with_adapters_verify_drafts(
+    checkpoint: Checkpoint, folders: list[Path], cpu: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = with_two(make_engine(checkpoint, on_gpu=True, drafts=NGRAM), folders)
+    compute, adapted = DraftedSteps._compute, []
+
+    def noted(self: DraftedSteps, key: DraftKey) -> None:
+        adapted.append(key.adapted)
+        compute(self, key)
+
+    monkeypatch.setattr(DraftedSteps, "_compute", noted)
+    assert answers(gpu, [2, NO_ADAPTER]) == answers(cpu, [2, NO_ADAPTER])
+    assert True in adapted, "no step had drafts"
 
 
 def test_a_place_is_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> None:
