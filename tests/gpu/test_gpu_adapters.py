@@ -19,6 +19,7 @@ import torch
 
 from paceline import LLM, LoRARequest, SamplingParams
 from paceline.errors import InvalidAdapter
+from paceline.models.files.open import open_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("transformers")
@@ -30,8 +31,8 @@ from tests.gpu.engine_cases import ENGINE, GREEDY, PROMPTS, first_gaps, saved
 from tests.gpu.test_gpu_engine import CLOSE
 
 RANKS = {"some": (("q_proj", "v_proj"), 4), "all": (ALL_SEVEN, 16), "wide": (ALL_SEVEN, 24)}
-ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 24, "max_loras": 4}
-LORA = ENGINE | ADAPTERS
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 24, "max_gpu_loras": 4}
+LORA = ENGINE | ADAPTERS | {"max_num_batched_tokens": 512}  # few sizes of steps with prompts
 # Prompts of several adapters and of none in each step.
 NAMES = [None, "some", "all", None, "wide", "all", "some", "wide", None, "some", "all"]
 TWO_BEST = replace(GREEDY, logprobs=2)
@@ -40,8 +41,7 @@ TWO_BEST = replace(GREEDY, logprobs=2)
 @cache
 def adapters(model: str) -> dict[str, str]:
     """Folders by name, of adapters that bfloat16 can hold."""
-    llm = LLM(saved(model), device="cpu", skip_tokenizer_init=True, max_model_len=64)
-    spec, root = llm.loaded.checkpoint.spec, Path(mkdtemp())
+    spec, root = open_checkpoint(Path(saved(model))).spec, Path(mkdtemp())
     fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     found = {}
     for seed, (name, (targets, rank)) in enumerate(RANKS.items()):
@@ -145,7 +145,7 @@ def test_rows_with_rules_beside_them() -> None:
 
 def test_rows_without_adapters_answer_as_an_engine_without() -> None:
     """They use the same graphs."""
-    llm = LLM(saved("llama"), **ENGINE)
+    llm = LLM(saved("llama"), **ENGINE | {"max_num_batched_tokens": 512})
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert generate("llama", [None] * len(NAMES)) == [output.outputs[0].token_ids for output in outputs]
 
@@ -162,7 +162,7 @@ def test_nothing_is_compiled_while_serving() -> None:
 
 def test_places_are_taken_again() -> None:
     """More adapters than places, one after another; a third at a time is refused."""
-    llm = LLM(saved("llama"), **LORA | {"max_loras": 2})
+    llm = LLM(saved("llama"), **LORA | {"max_gpu_loras": 2})
     folders = adapters("llama")
     last = {name: PROMPTS[len(NAMES) - 1 - NAMES[::-1].index(name)] for name in NAMES}
     for turn in range(2):

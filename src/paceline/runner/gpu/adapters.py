@@ -56,7 +56,7 @@ class AdapterRoom:
     @classmethod
     def of(cls, model: ModelConfig) -> AdapterRoom | None:
         """None: requests name no adapters."""
-        return cls(places=model.max_loras, max_rank=model.max_lora_rank) if model.has_adapters else None
+        return cls(places=model.max_gpu_loras, max_rank=model.max_lora_rank) if model.has_adapters else None
 
     @property
     def panels(self) -> int:
@@ -145,7 +145,7 @@ class DeviceAdapters:
         if not self._free:
             raise InvalidAdapter(
                 f"the GPU has room for {self._room.places} adapters, and all of it is taken: unload one, or start "
-                "with a larger --max-loras",
+                "with a larger --max-gpu-loras",
                 param="lora_name",
             )
         place = self._free.pop()
