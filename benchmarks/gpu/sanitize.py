@@ -26,8 +26,8 @@ import paceline.runner.gpu.kernels
 from benchmarks.harness import Benchmark, Given, flag
 from paceline.runner.gpu.kernels.adapter_product import adapter_tuning
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_adapter_cases as adapter_cases
+from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_expert_cases as expert_cases
 from tests.gpu import kernel_rule_cases as rule_cases
 from tests.gpu import kernel_truncation_cases as truncation_cases
