@@ -225,8 +225,6 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
-    if on_gpu and model.has_adapters:
-        raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
@@ -492,6 +490,7 @@ def _on_gpu(
 
     from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
+    from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
@@ -514,7 +513,9 @@ def _on_gpu(
         checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
     )
     on_progress("preparing kernels", 0, 0)
-    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
+    room = AdapterRoom.of(model)
+    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)
+    config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
     known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
@@ -523,7 +524,8 @@ def _on_gpu(
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
-    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype, head=head)
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, **more)
     if drafts is not None:
         config = _with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
@@ -543,7 +545,7 @@ def _on_gpu(
         quantization=model.quantization,
     )
     moving = runner if disk is None else disk.start(runner, runner.host_places)
-    return Built(config, moving, hardware, (), CPUWork, None, disk)
+    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:

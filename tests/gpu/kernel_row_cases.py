@@ -18,6 +18,7 @@ from paceline.runner.gpu.kernels.step_rows import (
     StepTokens,
     decode_inputs,
     span_inputs,
+    span_values,
     update_rows,
     write_words,
 )
@@ -76,7 +77,7 @@ def check_decode_inputs(device: str) -> None:
 
 
 def check_span_inputs(device: str) -> None:
-    """The tokens of spans, and nothing beside them."""
+    """The tokens of spans, and nothing beside them; then the values of their rows."""
     rows, tables = _rows()
     # Row 3 has dropped a block: its places lie so much before its positions.
     columns = {"row": (3, 0), "first": (2, 70), "count": (68, 3), "position": (60, 0)}
@@ -93,6 +94,8 @@ def check_span_inputs(device: str) -> None:
                 block = int(tables[group][row, place // BLOCK_SIZE])
                 assert into.slots[group][first + index] == block * BLOCK_SIZE + place % BLOCK_SIZE
     assert into.ids[:2].tolist() == [-5, -5] and into.ids[73] == -5
+    span_values(into.ids, column(8, 0, 0, 9, device=device), spans, 68)
+    assert into.ids[:75].tolist() == [-5, -5, *[9] * 68, *[8] * 3, -5, -5]
 
 
 def check_write_words(device: str) -> None:

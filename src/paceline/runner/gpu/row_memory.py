@@ -22,6 +22,7 @@ from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, writ
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+NO_PLACE = -1  # of the adapter of a row that has none
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
 _PREDICTIONS = 64  # rows that can have one at a time
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
@@ -65,6 +66,7 @@ class RowMemory:
             "place": (rows, 1),
             "num_prompt": (rows, 1),
             "logprobs": (rows, 1),
+            "adapter": (rows, 1),
             "slot_rows": (self.max_slots, 1),
             "shared": (rows, 1),
             "shared_row": (MAX_GROUPS, 1),
@@ -108,6 +110,7 @@ class RowMemory:
             tokens=self["tokens"].device,
         )
         self._sections["place"].device.fill_(-1)  # no row has rules
+        self._sections["adapter"].device.fill_(NO_PLACE)
         self.tables = [self[name].device for name in tables]
 
     def __getitem__(self, name: str) -> Section:

@@ -267,3 +267,19 @@ def _span_kernel(
     tl.store(ids + first + offset, tl.load(tokens + row * tokens_stride + position, mask=mask), mask=mask)
     tl.store(positions + first + offset, position, mask=mask)
     tl.store(places + first + offset, block * BLOCK + place % BLOCK, mask=mask)
+
+
+def span_values(into: Tensor, values: Tensor, spans: Spans, longest: int) -> None:
+    """Each token of `spans`, none longer than `longest`, gets the value of its row: int32 [tokens], [rows]."""
+    _span_value_kernel[(spans.row.shape[0], triton.cdiv(longest, _LANES))](
+        into, values, spans.row, spans.first, spans.count, LANES=_LANES, num_warps=4
+    )
+
+
+@triton.jit
+def _span_value_kernel(into, values, span_rows, firsts, counts, LANES: tl.constexpr):
+    span = tl.program_id(0)
+    offset = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    value = tl.load(values + tl.load(span_rows + span))
+    nothing = tl.zeros([LANES], tl.int32)
+    tl.store(into + tl.load(firsts + span) + offset, nothing + value, mask=offset < tl.load(counts + span))
