@@ -321,9 +321,10 @@ class SchedulerConfig:
     )
     max_loras: int = option(
         0,
-        "most adapters in memory, others are read when needed; 0: all there are",
+        "most adapters in memory; others are read when they are needed",
         low=0,
         panel="Adapters",
+        default_text="all there are; on a GPU 16",
     )
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
@@ -441,7 +442,7 @@ class ModelConfig(CheckedOptions):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto: the type to compute in; fp8 (e4m3), on a GPU: half of it; int8, on a CPU: a quarter",
+        "type of the KV cache; auto: that to compute in; fp8 (e4m3), on a GPU: half of it; int8, on a CPU: a quarter",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
@@ -492,9 +493,6 @@ class ModelConfig(CheckedOptions):
         None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
     )
     max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
-    max_gpu_loras: int = option(
-        16, "adapters that a GPU has room for at a time", low=1, high=1024, panel="Adapters"
-    )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 

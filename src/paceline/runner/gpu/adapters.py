@@ -44,6 +44,7 @@ from paceline.runner.gpu.row_memory import NO_PLACE, RowMemory
 AddAdapters = Callable[[int, str, Tensor, Tensor], None]
 AddToLayer = Callable[[str, Tensor, Tensor], None]
 AddToProduct = Callable[[Tensor, Tensor], None]
+PLACES = 16  # adapters that there is room for, unless told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +55,11 @@ class AdapterRoom:
     max_rank: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> AdapterRoom | None:
-        """None: requests name no adapters."""
-        return cls(places=model.max_gpu_loras, max_rank=model.max_lora_rank) if model.has_adapters else None
+    def of(cls, model: ModelConfig, places: int) -> AdapterRoom | None:
+        """None: requests name no adapters. `places`: of --max-loras; 0: not given."""
+        if not model.has_adapters:
+            return None
+        return cls(places=places or PLACES, max_rank=model.max_lora_rank)
 
     @property
     def panels(self) -> int:
@@ -145,7 +148,7 @@ class DeviceAdapters:
         if not self._free:
             raise InvalidAdapter(
                 f"the GPU has room for {self._room.places} adapters, and all of it is taken: unload one, or start "
-                "with a larger --max-gpu-loras",
+                "with a larger --max-loras",
                 param="lora_name",
             )
         place = self._free.pop()
