@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -43,6 +44,7 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
+    kv_keep: KVKeep | None = None  # this one matters: what each token sees is another thing
     drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:
@@ -136,7 +138,9 @@ def record(
         drafter = make_drafter(config)
     engine = build_engine(config, CPURunner(config, bits, drafter=drafter))
     always_draft(engine)
-    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=num_new, temperature=0.0, ignore_eos=True, kv_keep=around.kv_keep
+    )
     listener = _Listener(engine, around, num_new)
     for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
         for prompt in group:

@@ -84,6 +84,9 @@ def sampling_fields(limits: RequestLimits, *without: str) -> list[Field]:
         "stop_token_ids": list_of(ids, limits.stop_ids),
         "allowed_token_ids": list_of(ids, limits.allowed_ids, 1),
         "bad_words": list_of(text(1, 256), limits.bad_words),
+        "kv_keep": map_of(
+            whole(0, LARGEST), 2, message="takes first and recent, whole numbers; recent is 1 or more"
+        ),
         "logit_bias": map_of(
             number(-100, 100), limits.biases, 12, "maps token ids to numbers from -100 to 100"
         ),
