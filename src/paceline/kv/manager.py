@@ -254,9 +254,12 @@ class KVManager:
     def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
         """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
         names = [key.key for key in keys[: (num_tokens - 1) // self.block_size]]
+        self.want_names(names)
+        return names
+
+    def want_names(self, names: Sequence[bytes]) -> None:
         for group in self.groups:
             group.want(names)
-        return names
 
     def unwant(self, names: Sequence[bytes]) -> None:
         for group in self.groups:
