@@ -215,6 +215,14 @@ class SamplingParams:
         high=MAX_CACHE_S,
         offered=Offer.NOWHERE,
     )
+    # 1: all of it. Comes with a key, not with a request.
+    cache_share: float = parameter(
+        1.0,
+        "share of the cache beyond which what its tenant left there is evicted first",
+        low=0,
+        high=1,
+        offered=Offer.NOWHERE,
+    )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
     spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)

@@ -5,7 +5,8 @@ fills half the pool, later ones come after them. A request that is admitted at o
 only a few.
 
 What a client wants kept for a while after its request is wanted in the same way until then: at most a tenth of the pool
-for a tenant, first come first kept.
+for a tenant, first come first kept. A tenant may have a share of the pool: what it has left in the cache beyond that,
+the oldest first, goes before everything else.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Wishes:
         self._left: list[list[bytes]] = []
         self._kept: dict[str, dict[bytes, int]] = {}  # by tenant: names of blocks, and until when
         self._looked_us = 0
+        self._left_by: dict[str, dict[bytes, None]] = {}  # of tenants with a share: what they left, oldest first
 
     def __len__(self) -> int:
         return len(self._wanted)
@@ -60,6 +62,21 @@ class Wishes:
             if kept.get(key.key, until_us) < until_us:
                 kept[key.key] = until_us
         self._kv.want_names(new)
+
+    def hold_to_share(self, tenant: str, keys: Sequence[BlockKey], share: float) -> None:
+        """A request of a tenant ends and leaves these blocks: what is beyond the tenant's share goes first."""
+        if not self._is_on:
+            return
+        left = self._left_by.setdefault(tenant, {})
+        for key in reversed(keys):  # without its beginning the rest is of no use
+            left.pop(key.key, None)
+            left[key.key] = None
+        most = int(share * min(group.pool.usable for group in self._kv.groups))
+        if len(left) <= most:
+            return
+        self._left_by[tenant] = left = dict.fromkeys(self._kv.cached_names(list(left)))
+        if len(left) > most:
+            self._kv.hurry(list(left)[: len(left) - most])
 
     @property
     def num_kept(self) -> int:

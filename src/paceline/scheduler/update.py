@@ -198,6 +198,9 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
     if request.sampling.prompt_cache_s is not None:
         keys = request.keys[: request.num_prompt // state.kv.block_size]
         state.wishes.keep(account_of(request.tenant), keys, request.sampling.prompt_cache_s)
+    if request.sampling.cache_share < 1.0:
+        share = request.sampling.cache_share
+        state.wishes.hold_to_share(account_of(request.tenant), request.keys, share)
     state.close(request, reason, detail)
 
 

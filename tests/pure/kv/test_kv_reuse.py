@@ -304,6 +304,23 @@ def test_a_tenant_keeps_a_tenth_of_the_pool_and_no_more() -> None:
     assert cache.wishes.num_kept == 1 and cache.order.num_wanted() == 1
 
 
+def test_what_a_tenant_leaves_beyond_its_share_goes_first() -> None:
+    cache = Cache(40)
+    cache.ask(*"xyz")  # of another, and older
+    for names in ("abcd", "efgh"):
+        cache.take([*names])
+        cache.wishes.hold_to_share("alice", [key(name) for name in names], 0.125)  # five blocks
+        cache.let_go()
+    assert cache.waiting()[:3] == ["d", "c", "b"] and cache.order.num_wanted() == 0
+    assert cache.ask(*"ab") == 2, "they are there until others need the room"
+    assert cache.waiting()[:2] == ["d", "c"], "what is hit is like the rest again"
+    wait_for(cache, 1, *"abcd")
+    assert cache.waiting()[-4:] == ["d", "c", "b", "a"], "a request that waits is worth more"
+    cache.ask(*(f"other {number}" for number in range(36)))
+    assert cache.ask(*"abcd") == 4
+    assert len(cache.order) == 40
+
+
 def test_least_recently_freed_keeps_nothing_for_clients() -> None:
     cache = Cache(40, "lru")
     cache.take([*"abcd"])
