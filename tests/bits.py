@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.adapter import NO_ADAPTER
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -47,6 +48,7 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
+    kv_keep: KVKeep | None = None  # this one matters: what each token sees is another thing
     drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:
@@ -152,7 +154,7 @@ def record(
     for number in range(len(adapters)):
         engine.adapters.load(str(number), Path(str(number)))
     always_draft(engine)
-    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, kv_keep=around.kv_keep)
     listener = _Listener(engine, around, num_new)
     asked = list(zip(prompts, adapter_of or [NO_ADAPTER] * len(prompts), strict=True))
     for group in [[each] for each in asked] if around.alone else [asked]:

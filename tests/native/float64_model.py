@@ -26,9 +26,10 @@ class Float64Model:
         self._source, self._spec, self._rounds = source, spec, rounds_inputs
         self._added = {} if adapter is None else adapter.parts
 
-    def logits(self, tokens: Sequence[int]) -> Doubles:
-        """[tokens, vocabulary]."""
+    def logits(self, tokens: Sequence[int], seen: NDArray[np.bool_] | None = None) -> Doubles:
+        """[tokens, vocabulary]; `seen` [tokens, tokens]: which tokens each may see."""
         spec = self._spec
+        self._seen = np.ones((len(tokens), len(tokens)), np.bool_) if seen is None else seen
         x = self._weight("model.embed_tokens")[list(tokens)]
         for layer in range(spec.num_layers):
             prefix = f"model.layers.{layer}."
@@ -47,7 +48,7 @@ class Float64Model:
         keys, values = keys.repeat(group, axis=1), heads[2].repeat(group, axis=1)
         scores = np.einsum("qhd,khd->hqk", queries, keys) * spec.softmax_scale
         distance = np.arange(count)[:, None] - np.arange(count)
-        seen = (distance >= 0) & (distance < (spec.windows[layer] or count))
+        seen = (distance >= 0) & (distance < (spec.windows[layer] or count)) & self._seen
         weights = np.exp(np.where(seen, scores, -np.inf) - scores.max(axis=-1, keepdims=True))
         found = np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), values)
         return self._product(prefix + "o_proj", found.reshape(count, -1))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.core.kv_keep import KVKeep
 from paceline.models.spec import ExpertsSpec, ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.layout import COLUMNS, Q8, Q8_GROUP, SUB_BLOCK
@@ -161,6 +162,57 @@ def test_logits_are_those_of_the_same_arithmetic_in_float64(window: int | None) 
             to.append(np.abs(np.stack(found) - exact).max(axis=1) / np.abs(exact).max())
     assert np.mean(np.concatenate(gaps) < 1e-4) > 0.8 and np.concatenate(gaps).max() < 0.05
     assert np.concatenate(unrounded).min() > 1e-3, "this test would not see how inputs are rounded"
+
+
+# ---------------------------------------------------------------- KV that is dropped
+
+KEPT = KVKeep(first=20, recent=40)
+DROPPING = [
+    Circumstances(kv_keep=KEPT),
+    Circumstances(kv_keep=KEPT, budget=1),
+    Circumstances(kv_keep=KEPT, budget=7, threads=(2,)),
+    Circumstances(kv_keep=KEPT, caching=True, alone=True),
+    Circumstances(kv_keep=KEPT, caching=True, preempt="recompute", depth=1),
+    Circumstances(kv_keep=KEPT, preempt="swap", depth=2),
+]
+LONG_OUTPUT = 45
+
+
+@cache
+def dropping_alone(kv_dtype: str) -> Record:
+    around = replace(ALONE, kv_keep=KEPT)
+    given = [prompts()[index] for index in FEW]
+    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("around", DROPPING, ids=str)
+def test_what_is_dropped_follows_from_positions_alone(kv_dtype: str, around: Circumstances) -> None:
+    """Chunks, hits, preemption and others in the batch change no bit of an answer that drops KV."""
+    given = [prompts()[index] for index in FEW]
+    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80, kv_dtype=kv_dtype)
+    assert not differences(run, dropping_alone(kv_dtype))
+    assert bool(run.preempted) == bool(around.preempt)
+    whole = record_native(
+        model("plain"), given, replace(ALONE, budget=64), num_new=LONG_OUTPUT, kv_dtype=kv_dtype
+    )
+    assert run.outputs != whole.outputs, "nothing was dropped"
+
+
+def test_a_token_sees_the_beginning_and_what_is_recent() -> None:
+    """Against the same model in float64 with what is dropped hidden; positions stay those of the tokens."""
+    given = QuantizedSource(tiny_spec(), "F32")
+    text = tuple(random.Random(5).randrange(160) for _ in range(70))
+    around = Circumstances(budget=64, kv_keep=KEPT)
+    run = record_native(build_model(given, MAX_LEN), [text], around, num_new=50)
+    tokens = (*text, *run.outputs[0][:-1])
+    seen = np.ones((len(tokens), len(tokens)), np.bool_)
+    for position in range(len(text), len(tokens)):
+        seen[position, 32 : max(32, (position + 1 - KEPT.recent) // 16 * 16)] = False
+    assert not seen[-1, 32:64].any() and seen[-1, :32].all() and seen[len(text) - 1].all()
+    exact = Float64Model(given, rounds_inputs=False).logits(tokens, seen)
+    found = [np.frombuffer(run.bits[tokens[: count + 1]], np.float32) for count in range(len(tokens))]
+    np.testing.assert_allclose(np.stack(found), exact, atol=2e-3 * float(np.abs(exact).max()))
 
 
 # ---------------------------------------------------------------- what is written where

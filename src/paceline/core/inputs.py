@@ -69,6 +69,8 @@ class AddRequest(Input):
     score: float = 0.0
     hold_s: float | None = None  # how long it is held at its end; None: it is not
     tree: tuple[int | None, int | None, int] | None = None  # limits of its tree: rows, tokens, branches
+    cache_s: int | None = None  # how long its prompt is to stay cached
+    cache_share: float = 1.0  # of its tenant
     kv_keep: tuple[int, int] | None = None  # first and recent tokens whose KV is kept; None: all are
 
     @classmethod
@@ -96,6 +98,8 @@ class AddRequest(Input):
             score=request.score,
             hold_s=wanted.hold_s if wanted.on_stop == "hold" else None,
             tree=None if limits is None else (limits.max_rows, limits.max_tokens, limits.max_branches),
+            cache_s=wanted.prompt_cache_s,
+            cache_share=wanted.cache_share,
             kv_keep=None if kept is None else (kept.first, kept.recent),
         )
 
@@ -113,6 +117,8 @@ class AddRequest(Input):
                 on_infeasible=on_infeasible,
                 on_stop="end" if self.hold_s is None else "hold",
                 hold_s=DEFAULT_HOLD_S if self.hold_s is None else self.hold_s,
+                prompt_cache_s=self.cache_s,
+                cache_share=self.cache_share,
                 kv_keep=None
                 if self.kv_keep is None
                 else KVKeep(first=self.kv_keep[0], recent=self.kv_keep[1]),

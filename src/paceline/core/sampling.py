@@ -29,6 +29,7 @@ MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_OBJECTIVE_MS = 86_400_000  # a day
+MAX_CACHE_S = 86_400  # a day too
 DEFAULT_HOLD_S, MAX_HOLD_S = 60.0, 3600.0
 ON_INFEASIBLE = ("refuse", "try")
 ON_STOP = ("end", "hold")
@@ -206,6 +207,21 @@ class SamplingParams:
         None,
         "tokens whose KV is kept once the answer has begun, the first and the most recent ones; what lies between is "
         "dropped, which changes the answer",
+    )
+    prompt_cache_s: int | None = parameter(
+        None,
+        "seconds after its end for which the prompt's KV is among the last to be evicted",
+        low=1,
+        high=MAX_CACHE_S,
+        offered=Offer.NOWHERE,
+    )
+    # 1: all of it. Comes with a key, not with a request.
+    cache_share: float = parameter(
+        1.0,
+        "share of the cache beyond which what its tenant left there is evicted first",
+        low=0,
+        high=1,
+        offered=Offer.NOWHERE,
     )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)

@@ -62,6 +62,10 @@ class EvictionOrder(Protocol):
         """No waiting request will any more."""
         return None
 
+    def hurry(self, blocks: Sequence[int]) -> None:
+        """These go before all others once no row holds them, unless they are hit before or wanted."""
+        return None
+
 
 class LeastRecentlyFreed(EvictionOrder):
     """The block that was set free longest ago goes first."""

@@ -119,12 +119,11 @@ class LayerGroup:
     def clear(self, row: int) -> Blocks:
         """Empty a row; its references pass to the caller, last block first, so that beginnings stay longest."""
         blocks = self.blocks_of(row)[::-1].copy()
-        self.held[row] = self.first[row] = self.published[row] = self.computed_from[row] = self.dropped[
-            row
-        ] = 0
+        self.held[row] = self.first[row] = self.published[row] = self.computed_from[row] = 0
         if self.reserved:
             self.reserved -= int(self.reserved_for[row])
             self.reserved_for[row] = 0
+        self.dropped[row] = 0
         return blocks
 
     def slide_each(self, rows: Blocks, num_computed: Blocks, block_size: int) -> Blocks:

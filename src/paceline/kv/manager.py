@@ -270,9 +270,22 @@ class KVManager:
     def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
         """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
         names = [key.key for key in keys[: (num_tokens - 1) // self.block_size]]
+        self.want_names(names)
+        return names
+
+    def want_names(self, names: Sequence[bytes]) -> None:
         for group in self.groups:
             group.want(names)
-        return names
+
+    def cached_names(self, names: Sequence[bytes]) -> list[bytes]:
+        """Those of the names that are in the cache of the device."""
+        return [name for name in names if self.groups[0].cache.named(name) is not None]
+
+    def hurry(self, names: Sequence[bytes]) -> None:
+        """What is cached under these names goes before all others."""
+        for group in self.groups:
+            found = [group.cache.named(name) for name in names if name not in group.wanted]
+            group.pool.evictable.hurry([block for block in found if block is not None])
 
     def unwant(self, names: Sequence[bytes]) -> None:
         for group in self.groups:

@@ -344,7 +344,8 @@ class Bench:
         tokens, sampling = self.asked[ending.request]
         before = self.before.get(ending.request, 0)
         got = self.tokens[ending.request][before:]
-        expected, reason = reference_output(tokens, sampling)
+        size = self.config.kv.block_size
+        expected, reason = reference_output(tokens, sampling, block_size=size, before=before)
         assert got == expected[: len(got)], f"request {ending.request} got {got}, alone it gets {expected}"
         if ending.request not in self.cut and ending.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert got == expected and ending.reason.value == reason

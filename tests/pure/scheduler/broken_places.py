@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.kv_keep import KVKeep
 from paceline.core.request import RequestId, RequestState
 from paceline.core.tree import Tree, TreeLimits
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -244,3 +245,29 @@ def an_adapter_leaves_under_a_step(planned: PlannedState) -> None:
 @breaks("no_adapter_with_rows_is_evicted", adapted)
 def there_are_more_adapters_than_places(planned: PlannedState) -> None:
     planned.state.adapters.coming.add(3)
+
+
+def dropping() -> PlannedState:
+    """Request 1 has dropped blocks 1 to 3."""
+    bench = Bench(engine_config(block_size=4, num_blocks=40))
+    bench.add(prompt(9), 20, kv_keep=KVKeep(first=4, recent=4))
+    bench.step(9)
+    assert bench.state.kv.dropped[bench.request(RequestId(1)).row]
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("dropped_rows_hold_what_they_see", dropping)
+def a_row_drops_a_block_too_many(planned: PlannedState) -> None:
+    planned.bench.state.kv.dropped[planned.bench.request(RequestId(1)).row] += 1
+
+
+@breaks("dropped_rows_hold_what_they_see", dropping)
+def a_row_has_a_block_that_it_dropped(planned: PlannedState) -> None:
+    planned.bench.state.kv.groups[0].table[planned.bench.request(RequestId(1)).row, 1] = 30
+
+
+@breaks("dropped_rows_hold_what_they_see", dropping)
+def a_row_that_dropped_offers_a_block(planned: PlannedState) -> None:
+    group = planned.bench.state.kv.groups[0]
+    row = planned.bench.request(RequestId(1)).row
+    group.pool.cached[group.table[row, int(group.held[row]) - 1]] = True

@@ -45,6 +45,7 @@ class Caller:
     tenant: str = "default"
     service_class: str = DEFAULT_CLASS
     weight: float = 1.0  # the tenant's share where tenants compete
+    cache_share: float = 1.0  # of the KV cache, beyond which what the tenant left is evicted first
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and answers together
     max_concurrency: int | None = None

@@ -27,7 +27,18 @@ from paceline.server.billing.pricing import BLOCK_DECIMALS, TOKEN_DECIMALS, deci
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
-FIELDS = ("name", "sha256", "enabled", "admin", "class", "weight", *BOUNDS, "prices", "adapters")
+FIELDS = (
+    "name",
+    "sha256",
+    "enabled",
+    "admin",
+    "class",
+    "weight",
+    "cache_share",
+    *BOUNDS,
+    "prices",
+    "adapters",
+)
 PRICES = tuple(spec.name for spec in fields(Prices))
 
 
@@ -71,6 +82,7 @@ def read_entry(entry: Any, where: str) -> Key:
         is_admin=flags["admin"],
         service_class=service_class,
         weight=weight,
+        cache_share=_number(entry, "cache_share", 1.0, 1.0, where),
         prices=_prices(entry.get("prices"), where),
         adapters=_adapters(entry.get("adapters"), where),
         **limits,

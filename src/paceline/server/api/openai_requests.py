@@ -24,6 +24,7 @@ from paceline.server.api.openai_fields import (
     COMPLETIONS,
     MESSAGES_MUST,
     PROMPT_MUST,
+    RETENTIONS,
     chat_table,
     completions_table,
 )
@@ -224,6 +225,8 @@ def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         found["logit_bias"] = _bias(given["logit_bias"])
     if (structure := structure_of(given)) is not None:
         found["structured_outputs"] = structure
+    if (seconds := RETENTIONS.get(given.get("prompt_cache_retention", "in_memory"))) is not None:
+        found["prompt_cache_s"] = seconds
     if "prediction" in given:
         found["prediction"] = _predicted_text(given["prediction"])
     return found

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
@@ -497,9 +497,12 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
         try:
             for prompt in prepared:
+                sampling = prompt.sampling
+                if call.caller.cache_share < 1.0:
+                    sampling = replace(sampling, cache_share=call.caller.cache_share)
                 stream = self.client.submit(
                     prompt.token_ids,
-                    prompt.sampling,
+                    sampling,
                     tenant=tenant,
                     service_level=service_level,
                     timeout_s=timeout_s,
