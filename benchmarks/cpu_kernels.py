@@ -296,7 +296,9 @@ def kv(given: Given) -> Found:
     model = build_model(open_checkpoint(Path(path)), given.context + 64)
     floats, rounded = (block_bytes(model.spec, 16, kv_dtype=kind) for kind in ("float32", "int8"))
     found: Found = {"context": given.context, "tokens": round(floats / rounded, 3)}
-    print(f"{floats // 16:,} bytes a token as float32, {rounded // 16:,} as int8: {floats / rounded:.2f} times")
+    print(
+        f"{floats // 16:,} bytes a token as float32, {rounded // 16:,} as int8: {floats / rounded:.2f} times"
+    )
     loaded, most = host_code(print), 8
     steps = {
         kind: Steps(model, loaded, given.threads, most, given.context + 32, kind)
@@ -307,9 +309,7 @@ def kv(given: Given) -> Found:
             made.run(most, start, min(128, given.context - start))
     table("rows that decode", "float32 ms", "int8 ms", "int8 is faster by")
     for rows in (1, 4, most):
-        works = {
-            kind: partial(made.milliseconds, rows, given.context, 1, 8) for kind, made in steps.items()
-        }
+        works = {kind: partial(made.milliseconds, rows, given.context, 1, 8) for kind, made in steps.items()}
         taken = in_turns(works, given.rounds)
         floats_ms, rounded_ms = (float(np.median(taken[kind])) for kind in steps)
         ratios = [one / other for one, other in zip(taken["float32"], taken["int8"], strict=True)]

@@ -1,9 +1,9 @@
 """A GGUF model through the engine against transformers with the same numbers: greedy text and perplexity.
 
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
-windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What rounding
-costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32 numbers
-of the file; fp8 and int8 round inputs too, each token by its largest number.
+windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What
+rounding costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32
+numbers of the file; fp8 and int8 round inputs too, each token by its largest number.
 
     python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only rounded]
 """
@@ -96,13 +96,13 @@ def _backends(checkpoint: Checkpoint, given: Given) -> Iterator[tuple[str, MakeS
         yield "native", lambda config: NativeStep(model, config, code, given.threads)
 
 
-def _note_rounded(
-    results: Found, checkpoint: Checkpoint, given: Given, windows: Sequence[list[int]]
-) -> None:
+def _note_rounded(results: Found, checkpoint: Checkpoint, given: Given, windows: Sequence[list[int]]) -> None:
     """Perplexity of rounded numbers against the same step without the rounding."""
     spec = checkpoint.spec
     decoder = build_decoder(checkpoint, WINDOW + 2)
-    exact = _note_loss(results, "float32 weights", lambda config: TorchStep(decoder, config.kv), spec, windows)
+    exact = _note_loss(
+        results, "float32 weights", lambda config: TorchStep(decoder, config.kv), spec, windows
+    )
 
     def note(name: str, make_step: MakeStep, base: float) -> None:
         loss = _note_loss(results, name, make_step, spec, windows)
@@ -127,6 +127,7 @@ def _note_loss(
 ) -> float:
     loss: float = _timed(results, f"{name} perplexity", partial(mean_loss, make_step, spec, windows))
     results[f"{name} perplexity"] = math.exp(loss)
+    print(f"{name}: perplexity {math.exp(loss):.4f}", flush=True)
     return loss
 
 
@@ -199,7 +200,9 @@ class RoundedStorage(DenseStorage):
         if weights[0].name.endswith(("embed_tokens.weight", "lm_head.weight")):
             return made
         rounded = self._weights(made.weight)
-        return DenseLinear(rounded, bias) if self._inputs is None else RoundedLinear(rounded, bias, self._inputs)
+        return (
+            DenseLinear(rounded, bias) if self._inputs is None else RoundedLinear(rounded, bias, self._inputs)
+        )
 
 
 def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:

@@ -15,9 +15,9 @@ from itertools import accumulate
 from paceline.config.engine import EngineConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, Held, StepEvents
+from paceline.core.kv_keep import KVKeep
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
-from paceline.core.kv_keep import KVKeep
 from paceline.core.sampling import SamplingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidTransition
@@ -59,8 +59,7 @@ class World:
         trees: bool = True,
     ) -> None:
         """`drafts`, `trees`: False: there are none, whatever the seed says."""
-        self.guide_rng = random.Random(seed + 13)
-        self.keep_rng = random.Random(seed + 17)
+        self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
@@ -75,7 +74,12 @@ class World:
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(self.config, self.trouble, make_recorder, told=not self.drops_kv and not (trees and has_trees(seed)))
+        self.coverage = Coverage(
+            self.config,
+            self.trouble,
+            make_recorder,
+            told=not self.drops_kv and not (trees and has_trees(seed)),
+        )
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)

@@ -77,20 +77,24 @@ def prompts() -> list[Prompt]:
 
 @cache
 def alone(kind: str, kv_dtype: str = "float32") -> Record:
-    return record_native(model(kind), prompts(), ALONE, num_new=NUM_NEW, kv_dtype=kv_dtype)
+    around = replace(ALONE, kv_dtype=kv_dtype)
+    return record_native(model(kind), prompts(), around, num_new=NUM_NEW)
 
 
 def only(run: Record, chosen: Sequence[int]) -> Record:
     return replace(run, outputs=[run.outputs[index] for index in chosen])
 
 
-@pytest.mark.parametrize("kind, kv_dtype", [("plain", "float32"), ("experts", "float32"), ("experts", "int8")])
+@pytest.mark.parametrize(
+    "kind, kv_dtype", [("plain", "float32"), ("experts", "float32"), ("experts", "int8")]
+)
 @pytest.mark.parametrize("around", CIRCUMSTANCES, ids=str)
 def test_the_same_bits_as_alone(kind: str, kv_dtype: str, around: Circumstances) -> None:
     """Keys and values that are rounded to bytes are rounded once: chunks, hits, copies and swaps read the same."""
     chosen = range(len(prompts())) if around.budget > 1 else FEW
     given = [prompts()[index] for index in chosen]
-    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80, kv_dtype=kv_dtype)
+    around = replace(around, kv_dtype=kv_dtype)
+    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80)
     assert not differences(run, only(alone(kind, kv_dtype), chosen))
     assert len(run.bits) > sum(map(len, given)) // 2
     assert bool(run.preempted) == bool(around.preempt)
@@ -114,7 +118,9 @@ def test_bytes_have_other_bits_than_floats() -> None:
     same = [text for text in floats.bits.keys() & rounded.bits.keys() if len(text) > 1]
     assert same and not any(floats.bits[text] == rounded.bits[text] for text in same)
     apart = [
-        np.abs(np.frombuffer(floats.bits[text], np.float32) - np.frombuffer(rounded.bits[text], np.float32)).max()
+        np.abs(
+            np.frombuffer(floats.bits[text], np.float32) - np.frombuffer(rounded.bits[text], np.float32)
+        ).max()
         for text in same
     ]
     size = max(np.abs(np.frombuffer(floats.bits[text], np.float32)).max() for text in same)
@@ -176,9 +182,9 @@ LONG_OUTPUT = 45
 
 @cache
 def dropping_alone(kv_dtype: str) -> Record:
-    around = replace(ALONE, kv_keep=KEPT)
+    around = replace(ALONE, kv_keep=KEPT, kv_dtype=kv_dtype)
     given = [prompts()[index] for index in FEW]
-    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT, kv_dtype=kv_dtype)
+    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
@@ -186,12 +192,11 @@ def dropping_alone(kv_dtype: str) -> Record:
 def test_what_is_dropped_follows_from_positions_alone(kv_dtype: str, around: Circumstances) -> None:
     """Chunks, hits, preemption and others in the batch change no bit of an answer that drops KV."""
     given = [prompts()[index] for index in FEW]
-    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80, kv_dtype=kv_dtype)
+    around = replace(around, kv_dtype=kv_dtype)
+    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80)
     assert not differences(run, dropping_alone(kv_dtype))
     assert bool(run.preempted) == bool(around.preempt)
-    whole = record_native(
-        model("plain"), given, replace(ALONE, budget=64), num_new=LONG_OUTPUT, kv_dtype=kv_dtype
-    )
+    whole = record_native(model("plain"), given, replace(around, kv_keep=None), num_new=LONG_OUTPUT)
     assert run.outputs != whole.outputs, "nothing was dropped"
 
 

@@ -257,9 +257,7 @@ def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     "dim, in_bytes", [(16, False), (64, False), (96, False), (32, True), (64, True), (96, True)]
 )
 @pytest.mark.parametrize("subs", [1, 2])
-def test_attention_sees_what_it_may_and_nothing_else(
-    code: Code, dim: int, subs: int, in_bytes: bool
-) -> None:
+def test_attention_sees_what_it_may_and_nothing_else(code: Code, dim: int, subs: int, in_bytes: bool) -> None:
     """Tokens that no query may see hold NaN; those that another query may see hold anything finite."""
     rng = np.random.default_rng(dim)
     length = 7 * SUB_BLOCK * subs

@@ -14,8 +14,8 @@ from typing import ClassVar, TypeVar, dataclass_transform
 import numpy as np
 
 from paceline.core.dial import DialKind
-from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
 from paceline.core.kv_keep import KVKeep
+from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.core.tree import TreeLimits
@@ -119,7 +119,9 @@ class AddRequest(Input):
                 hold_s=DEFAULT_HOLD_S if self.hold_s is None else self.hold_s,
                 prompt_cache_s=self.cache_s,
                 cache_share=self.cache_share,
-                kv_keep=None if self.kv_keep is None else KVKeep(first=self.kv_keep[0], recent=self.kv_keep[1]),
+                kv_keep=None
+                if self.kv_keep is None
+                else KVKeep(first=self.kv_keep[0], recent=self.kv_keep[1]),
             ),
             arrival_s=self.arrival_s,
             tenant=self.tenant,

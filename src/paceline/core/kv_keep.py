@@ -44,9 +44,7 @@ class KVKeep:
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping) or set(given) != {"first", "recent"}:
-            raise InvalidRequest(
-                f"{FIELD} takes an object with first and recent, not {given!r}", param=FIELD
-            )
+            raise InvalidRequest(f"{FIELD} takes an object with first and recent, not {given!r}", param=FIELD)
         return cls(first=given["first"], recent=given["recent"])
 
     def start(self, block_size: int) -> int:

@@ -35,7 +35,9 @@ class Wishes:
         self._left: list[list[bytes]] = []
         self._kept: dict[str, dict[bytes, int]] = {}  # by tenant: names of blocks, and until when
         self._looked_us = 0
-        self._left_by: dict[str, dict[bytes, None]] = {}  # of tenants with a share: what they left, oldest first
+        self._left_by: dict[
+            str, dict[bytes, None]
+        ] = {}  # of tenants with a share: what they left, oldest first
 
     def __len__(self) -> int:
         return len(self._wanted)

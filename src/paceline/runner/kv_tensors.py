@@ -146,7 +146,9 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
     Pages of 4 KiB, not 2 MiB: each head of each layer begins at a separate place, and with large pages the first
     few blocks would take hundreds of megabytes.
     """
-    memory = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)

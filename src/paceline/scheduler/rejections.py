@@ -74,7 +74,9 @@ def _cannot_drop(state: SchedulerState) -> str:
     if state.kv.windowed:
         return "this model has layers with sliding windows, which keep recent tokens only; leave it out"
     if state.drafts is not None:
-        return "this engine drafts tokens (--speculative-config), and a draft would see too much; leave it out"
+        return (
+            "this engine drafts tokens (--speculative-config), and a draft would see too much; leave it out"
+        )
     if state.mode.keeps_finished:
         return "this engine runs padded batches (--mode), whose rows have all their blocks; leave it out"
     return ""

@@ -189,7 +189,8 @@ def test_a_retention_out_of_range_is_named(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "control", [{"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": 5}, {"type": "for ever"}, "5m"]
+    "control",
+    [{"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": 5}, {"type": "for ever"}, "5m"],
 )
 def test_a_cache_control_out_of_range_is_named(control: object) -> None:
     turn = {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": control}]}
@@ -208,7 +209,8 @@ def test_a_retention_reaches_the_engine(value: str | None, seconds: int | None) 
 def test_the_longest_ttl_of_a_conversation_counts() -> None:
     api = Api()
     marked = [
-        {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": ttl}} for ttl in ("5m", "1h")
+        {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": ttl}}
+        for ttl in ("5m", "1h")
     ]
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": marked}]}
     asyncio.run(api.open("/v1/messages", body))

@@ -95,9 +95,7 @@ class KVPool:
     def swap_in(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self._host, places, self.layers, blocks)
 
-    def _move(
-        self, group: int, origin: list[Pool], source: Index, goal: list[Pool], target: Index
-    ) -> None:
+    def _move(self, group: int, origin: list[Pool], source: Index, goal: list[Pool], target: Index) -> None:
         if len(source) and min(source.min(), target.min()) < 0:
             raise IndexError(f"blocks {source.tolist()} to {target.tolist()}: a block below 0")
         for old, new in zip(self._of_group(origin, group), self._of_group(goal, group), strict=True):

@@ -202,7 +202,11 @@ def dropped_rows_hold_what_they_see(context: CheckContext) -> str | None:
         for group in kv.groups:
             end = start + int(group.dropped[row])
             table = group.table[row, : group.held[row]]
-            if end not in ends or np.count_nonzero(table) != len(table) - end + start or table[start:end].any():
+            if (
+                end not in ends
+                or np.count_nonzero(table) != len(table) - end + start
+                or table[start:end].any()
+            ):
                 return f"row {row} has dropped blocks {start} to {end} before token {scheduled}: {table}"
             computed = table[kept.sees_all(num_prompt, size) // size :]
             if end > start and group.pool.cached[computed].any():

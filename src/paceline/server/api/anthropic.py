@@ -109,10 +109,14 @@ def _cache_seconds(given: Mapping[str, Any]) -> int | None:
     for message in given["messages"]:
         content = message.get("content") if isinstance(message, Mapping) else None
         marked += _listed(content)
-    found = [each["cache_control"] for each in marked if isinstance(each, Mapping) and each.get("cache_control")]
+    found = [
+        each["cache_control"] for each in marked if isinstance(each, Mapping) and each.get("cache_control")
+    ]
     seconds = []
     for control in found:
-        kind, ttl = (control.get("type"), control.get("ttl", "5m")) if isinstance(control, Mapping) else (None, None)
+        kind, ttl = (
+            (control.get("type"), control.get("ttl", "5m")) if isinstance(control, Mapping) else (None, None)
+        )
         if kind != "ephemeral" or not isinstance(ttl, str) or ttl not in TTLS:
             raise InvalidRequest(
                 f"cache_control takes the type ephemeral and a ttl of {' or '.join(TTLS)}, not {control!r:.80}",
