@@ -48,7 +48,9 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
-    kv_keep: KVKeep | None = None  # this one matters: what each token sees is another thing
+    # These two matter: what each token sees, and how it is kept.
+    kv_keep: KVKeep | None = None
+    kv_dtype: str = "float32"
     drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:

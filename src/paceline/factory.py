@@ -281,7 +281,7 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.disk_level import DiskLevel
-    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, cpu_kv_dtype, line_costs
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.sleeper import CPUSleeper
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
@@ -302,7 +302,7 @@ def _on_cpu(
         decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_dtype = cpu_kv_dtype(model)
+    kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
     known = (
@@ -318,7 +318,7 @@ def _on_cpu(
     hardware = Hardware(
         device="cpu",
         dtype="float32",
-        kv_dtype=kv_dtype,
+        kv_dtype=model.cpu_kv_dtype,
         kv_bytes=kv_bytes,
         runner=backend.about,
         quantization=model.quantization,
@@ -392,10 +392,9 @@ def _native_backend(
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
-    from paceline.runner.sizing import cpu_kv_dtype
 
     block_size = int(given.get("block_size", 16))
-    reason = objection(checkpoint, block_size, model.quantization, cpu_kv_dtype(model))
+    reason = objection(checkpoint, block_size, model.quantization, model.cpu_kv_dtype)
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -417,7 +416,7 @@ def _native_backend(
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=cpu_kv_dtype(model))
+        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
 
     return CPUBackend(
         make_step=make_step,
@@ -448,7 +447,6 @@ def _torch_backend(
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
     from paceline.runner.guessers import build_guesser, model_drafter
-    from paceline.runner.sizing import cpu_kv_dtype
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -466,7 +464,7 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, cpu_kv_dtype(model)),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},

@@ -60,8 +60,7 @@ class World:
         trees: bool = True,
     ) -> None:
         """`drafts`, `trees`: False: there are none, whatever the seed says."""
-        self.guide_rng = random.Random(seed + 13)
-        self.keep_rng = random.Random(seed + 17)
+        self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)

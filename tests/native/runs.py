@@ -32,7 +32,6 @@ def record_native(
     change: Callable[[NativeStep], StepCompute] | None = None,
     code: Code | None = None,
     answers: Sequence[Prompt] = (),
-    kv_dtype: str = "float32",
     adapters: Sequence[Adapter] = (),
     adapter_of: Sequence[int] = (),
 ) -> Record:
@@ -43,7 +42,9 @@ def record_native(
     def make_step(config: EngineConfig) -> StepCompute:
         threads = around.threads or (1,)
         made = code or host_code()
-        steps.append(NativeStep(model, config, made, max(threads), Changing(threads), kv_dtype=kv_dtype))
+        steps.append(
+            NativeStep(model, config, made, max(threads), Changing(threads), kv_dtype=around.kv_dtype)
+        )
         return steps[-1] if change is None else change(steps[-1])
 
     try:

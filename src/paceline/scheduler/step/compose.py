@@ -492,8 +492,7 @@ class Composer:
 
     def _plan(self, draft: StepDraft, mask: Mask) -> StepPlan:
         state = self._state
-        rows = state.rows
-        seq = state.kv.submitted + 1
+        rows, seq = state.rows, state.kv.submitted + 1
         advancing, pad_tokens, filling = draft.num_decoding, 0, None
         if state.mode.keeps_finished:
             advancing, pad_tokens = count_set(draft.advancing), sum(draft.pads.values())
