@@ -399,7 +399,8 @@ def trail(given: Given) -> Found:
 
 def watch_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool) -> Figures:
     """CPU time of watching as a share of that of the thread, and of a look and of a step alone."""
-    load = Load(ROWS, longest=4096, max_tokens=2000, budget=65_536, num_blocks=65_536, depth=0)
+    kv = KVConfig(block_size=BLOCK, num_blocks=65_536)
+    load = Load(ROWS, longest=4096, max_tokens=2000, budget=65_536, kv=kv, depth=0)
     for _ in range(8):
         load.engine.step()
     load.runner.step_s, load.runner.leaving = step_s, churn

@@ -27,6 +27,11 @@ REQUIRED = (
     "fork at an earlier token",
     "extend",
     "hold",
+    "store",
+    "fetch",
+    "load: sooner than computing",
+    "load: making room",
+    "failed copy",
 )
 
 

@@ -9,6 +9,7 @@ from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.request import RequestId, RequestState
 from paceline.core.tree import Tree, TreeLimits
+from paceline.kv.reuse import REMEMBERED_TIMES, ReuseOrder
 from paceline.scheduler.loading import Load
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 from tests.pure.scheduler.planned_states import PlannedState, breaks, shared_out
@@ -172,6 +173,14 @@ def a_request_waits_for_the_disk_for_ever(planned: PlannedState) -> None:
     admission.loading.waiting.append(number)
     load = Load(Rule.LOADING, 4, load_s=1.0, compute_s=1e9, busy_s=0.0)
     admission.loading.patience[number] = planned.state.now_s, load
+
+
+@breaks("few_evicted_keys_are_remembered", shared_out)
+def an_order_remembers_more_than_it_may(planned: PlannedState) -> None:
+    order = planned.pool.evictable
+    assert isinstance(order, ReuseOrder)
+    names = range(REMEMBERED_TIMES * planned.pool.num_blocks + 1)
+    order._evicted.update({b"%d" % name: 0 for name in names})
 
 
 @breaks("writes_stay_within_their_budget", loading)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.kv.reuse import REMEMBERED_TIMES
 from paceline.kv.swap import Ticket
 from paceline.kv.tiers import DISK
 from paceline.scheduler.invariants.registry import HOST, PLANNED, CheckContext, invariant
@@ -124,6 +125,17 @@ def writes_stay_within_their_budget(context: CheckContext) -> str | None:
     passed_s = context.scheduler.state.now_s - context.since_s
     allowed = budget.most + (passed_s + SLACK_S) / budget.block_s if budget.most else 0.0
     return None if context.stored <= allowed else f"{context.stored} blocks written in {passed_s} s"
+
+
+@invariant("T7", moment=HOST)
+def few_evicted_keys_are_remembered(context: CheckContext) -> str | None:
+    """On every level, at most eight for each of its blocks."""
+    for number, parts in enumerate(context.scheduler.state.kv.levels):
+        for part in parts:
+            kept, most = part.pool.evictable.num_remembered, REMEMBERED_TIMES * part.pool.num_blocks
+            if kept > most:
+                return f"level {number} remembers {kept} evicted keys, for {part.pool.num_blocks} blocks"
+    return None
 
 
 def _places(ticket: Ticket, *, target: bool) -> set[tuple[int, int, int]]:
