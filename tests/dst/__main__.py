@@ -30,7 +30,6 @@ REQUIRED = (
     "store",
     "fetch",
     "load: sooner than computing",
-    "load: making room",
     "failed copy",
 )
 

@@ -106,7 +106,7 @@ class KVManager:
         self.fetching: dict[
             bytes, float
         ] = {}  # names of blocks that come from the disk, and when they should be here
-        self.tickets = Tickets()
+        self.tickets = Tickets(self.block_time)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)

@@ -119,12 +119,16 @@ class Loading:
         count = load.num_tokens // self._state.kv.block_size
         keys = request.keys[num_device : num_device + count]
         ticket, from_disk = self.tiers.load(row, keys, request.id)
+        self._state.kv.tickets.open[ticket].compute_s = load.compute_s
         if request.admitted_s is None:
             size = self._state.kv.block_size
-            request.from_below = (count - from_disk) * size, from_disk * size
+            request.cost = request.cost._replace(
+                from_host=(count - from_disk) * size, from_disk=from_disk * size
+            )
         return ticket
 
     def record(self, request: Request, load: Load) -> None:
+        self._state.counters.judged(load.rule)
         self._state.decide(
             DecisionKind.LOAD, request, load.rule, load.num_tokens, seconds=load.load_s, detail=str(load)
         )
