@@ -43,7 +43,7 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
-        self.admission.loading.waiting.clear()
+        self.admission.loading.begin_step()
         if state.adapters.identities:
             state.adapters.begin_step(state.kv.completed)
         if state.drafts is not None:
