@@ -36,7 +36,9 @@ def adapters(llm: LLM, folder: Path, given: Given) -> list[LoRARequest]:
     for number in range(1, given.clients + 1):
         arrays = adapter_arrays(spec, targets, given.rank, seed=number, size=0.01)
         if given.bits == 16:
-            arrays = {name: (each.view(np.uint32) & 0xFFFF0000).view(np.float32) for name, each in arrays.items()}
+            arrays = {
+                name: (each.view(np.uint32) & 0xFFFF0000).view(np.float32) for name, each in arrays.items()
+            }
         path = write_adapter(folder / f"{number}", arrays, rank=given.rank, targets=targets)
         made.append(LoRARequest(f"{number}", number, str(path)))
     return made
@@ -64,7 +66,11 @@ def tokens_per_second(llm: LLM, given: Given, chosen: Sequence[LoRARequest | Non
 )
 def adapters_against_none(given: Given) -> Found:
     """Tokens a second without adapters, with them in memory and unused, and with one for each client."""
-    options: dict[str, Any] = {"max_num_seqs": given.clients, "max_model_len": 512, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {
+        "max_num_seqs": given.clients,
+        "max_model_len": 512,
+        "skip_tokenizer_init": True,
+    }
     with tempfile.TemporaryDirectory() as folder:
         without = LLM(given.model, **options)
         adapted = LLM(given.model, **options, enable_lora=True, max_lora_rank=max(16, given.rank))
@@ -77,7 +83,12 @@ def adapters_against_none(given: Given) -> Found:
         }
         in_turns(dict(reversed(works.items())), 1)  # reads the adapters, and grows what grows
         speeds = in_turns(works, given.rounds)
-    found: Found = {"clients": given.clients, "rank": given.rank, "targets": given.targets, "bits": given.bits}
+    found: Found = {
+        "clients": given.clients,
+        "rank": given.rank,
+        "targets": given.targets,
+        "bits": given.bits,
+    }
     table("", "tok/s", "against none")
     for name, values in speeds.items():
         ratio = statistics.median(one / base for one, base in zip(values, speeds["none"], strict=True))

@@ -150,7 +150,12 @@ def kernels(given: Given) -> Found:
     table("adapter, GFLOP/s", *(f"rank {rank}" for rank in ADAPTER_RANKS))
     for kernel, kind, rows in itertools.product(("shrink", "expand"), (BF16, F32), (1, 4)):
         speeds = [
-            2 * rank * rows * ADAPTER_WIDTH / adapter_seconds(loaded, kernel, kind, rank, rows, ADAPTER_WIDTH) / 1e9
+            2
+            * rank
+            * rows
+            * ADAPTER_WIDTH
+            / adapter_seconds(loaded, kernel, kind, rank, rows, ADAPTER_WIDTH)
+            / 1e9
             for rank in ADAPTER_RANKS
         ]
         name = f"{kernel}, {KINDS[kind]}, {rows} tokens"

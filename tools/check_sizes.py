@@ -30,6 +30,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("src/paceline/config/options.py::option", "parameters"): "a keyword for each fact about an option",
     ("src/paceline/factory.py::build_engine", "parameters"): "a keyword for each part a caller may replace",
     ("src/paceline/llm/llm.py::LLM.chat", "parameters"): "the keywords that programs written for vLLM give",
+    ("src/paceline/llm/async_llm.py::AsyncLLM.tree", "parameters"): "what a tree may have, and whose it is",
     (
         "src/paceline/llm/async_llm.py::AsyncLLM.chat",
         "parameters",

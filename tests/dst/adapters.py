@@ -1,4 +1,4 @@
-"""The adapters of a seed's engine: which there are, how long their folders take to read. Draws from a separate stream."""
+"""The adapters of a seed's engine, and how long their folders take to read. Draws from a separate stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class SlowReads:
 
     def done(self) -> list[tuple[int, Work]]:
         found = [(number, work) for number, (left, work) in self._under_way.items() if not left]
-        self._under_way = {number: (left - 1, work) for number, (left, work) in self._under_way.items() if left}
+        self._under_way = {
+            number: (left - 1, work) for number, (left, work) in self._under_way.items() if left
+        }
         return found
 
 

@@ -271,7 +271,9 @@ class World:
             client.tokens = client.tokens[: client.stop_at]
             client.stop_at, expected = None, client.tokens
         else:
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen, start=client.start)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, seen=client.seen, start=client.start
+            )
             if held.reason.value != reason:
                 raise InvariantViolation("O1", f"request {held.request} is held for {held.reason.value}")
         if client.tokens != expected or held.num_output != client.before + len(client.tokens):
@@ -296,11 +298,15 @@ class World:
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen, start=client.start)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, seen=client.seen, start=client.start
+            )
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
         else:  # it was ended: what it got is a beginning
-            expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen, client.start)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, len(got), client.seen, client.start
+            )
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
         if ending.num_output - client.before != (len(got) if client.stop_at is None else client.stop_at):

@@ -47,5 +47,7 @@ def make_adapter(
             outputs, inputs = shapes[part]
             a = rng.standard_normal((rank, inputs), np.float32) * inputs**-0.5
             b = rng.standard_normal((outputs, rank), np.float32) * size
-            found[layer, part] = LowRank(in_type(a.astype(np.float32), dtype), in_type(b.astype(np.float32), dtype))
+            found[layer, part] = LowRank(
+                in_type(a.astype(np.float32), dtype), in_type(b.astype(np.float32), dtype)
+            )
     return Adapter(identity=f"{seed}", rank=rank, parts=found)

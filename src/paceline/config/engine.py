@@ -360,12 +360,7 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
-    max_loras: int = option(
-        0,
-        "most adapters in memory, others are read when needed; 0: all there are",
-        low=0,
-        panel="Adapters",
-    )
+    max_loras: int = option(0, "most adapters in memory at once; 0: all", low=0, panel="Adapters")
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
@@ -400,7 +395,9 @@ class SchedulerConfig:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
         if self.max_loras and self.mode != "continuous":
-            raise ConfigError("--max-loras needs --mode continuous: a padded batch has all its adapters at once")
+            raise ConfigError(
+                "--max-loras needs --mode continuous: a padded batch has all its adapters at once"
+            )
         if given and self.mode != "continuous":
             raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
 
@@ -499,9 +496,7 @@ class ModelConfig(CheckedOptions):
         "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
-    enable_lora: bool = option(
-        False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters"
-    )
+    enable_lora: bool = option(False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters")
     lora_modules: str = option(
         "",
         "adapters to load at the start, each under the name of its model; commas for several",

@@ -432,7 +432,9 @@ class Composer:
         """
         if self._state.flights:
             return
-        missing = [each for each in candidates if each.adapter and not self._state.adapters.is_there(each.adapter)]
+        missing = [
+            each for each in candidates if each.adapter and not self._state.adapters.is_there(each.adapter)
+        ]
         for request in missing:
             self.admission.defer(request, Verdict(Rule.ADAPTER, self._state.ahead_of(request)), draft)
         if missing:

@@ -116,7 +116,9 @@ def add_experts(chosen, per_token, places, parts, hidden, to):
 
 
 @kernel
-def gate_and_up(p, kinds, piece, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked, adapted):
+def gate_and_up(
+    p, kinds, piece, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked, adapted
+):
     """32 columns of activation(gate) * up of some rows, into the inputs of the product down from row `first` on.
 
     At `kinds` stand kind and address of the gate's panels, then of the others. `adapted`: the layer whose adapters add
@@ -234,7 +236,19 @@ def _gated_by_expert(p, layer, scratch, unpacked):
             quantised = get_int(p + at.S_EXPERT_X_Q) + first * hidden
             scales = get_int(p + at.S_EXPERT_X_SCALES) + first * (hidden // 32) * at.INPUT_SCALES
             gate_and_up(
-                p, kinds, piece % columns, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked, 0
+                p,
+                kinds,
+                piece % columns,
+                x,
+                quantised,
+                scales,
+                first,
+                rows,
+                hidden,
+                inner,
+                scratch,
+                unpacked,
+                0,
             )
 
 
