@@ -323,7 +323,7 @@ class SchedulerConfig:
         0,
         "most adapters in memory; others are read when they are needed",
         low=0,
-        panel="Adapters",
+        panel="Queue and preemption",
         default_text="all there are; on a GPU 16",
     )
     long_prefill_share: float = option(

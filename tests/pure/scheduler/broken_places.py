@@ -1,4 +1,4 @@
-"""Ways to break what holds of requests that take the places of others, of paused ones, of trees, of levels and of adapters."""
+"""Ways to break what holds of places taken from others, of paused requests, of trees, of levels and of adapters."""
 
 from __future__ import annotations
 
