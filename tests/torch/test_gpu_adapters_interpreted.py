@@ -19,21 +19,30 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import (
+    DraftConfig,
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams
 from paceline.engine.adapters import AdapterMemory, Adapters
 from paceline.engine.engine import Engine
-from paceline.errors import InvalidAdapter
+from paceline.errors import ConfigError, InvalidAdapter
 from paceline.factory import build_engine
 from paceline.models.files.adapter import open_adapter
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.adapters import AdapterRoom
+from paceline.runner.gpu.build import choose_gpu_sizes
 from paceline.runner.gpu.drafted_steps import DraftedSteps
 from paceline.runner.gpu.graphs import DraftKey
+from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.invariants import InvariantChecker
 from tests.torch.test_gpu_drafts_interpreted import SIZES, QuickRunner
@@ -151,3 +160,27 @@ def test_a_place_is_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> 
     cpu.adapters.load("third", folders[2])
     number = gpu.adapters.load("third", folders[2]).number
     assert answers(gpu, [number, NO_ADAPTER]) == answers(cpu, [1, NO_ADAPTER])
+
+
+def test_their_room_is_taken_from_the_blocks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, device, spec = 1 << 30, torch.device("cuda"), checkpoint.spec
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * gib, 4 * gib))
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    plain, adapted = (
+        choose_gpu_sizes(ModelConfig(), spec, given, device, torch.bfloat16, None, room)["num_blocks"]
+        for room in (None, AdapterRoom(places=100, max_rank=16))
+    )
+    # q, k and v of 64 inputs, o of 128, gate and up of 64, down of 128, with as many outputs as heads and inner have.
+    entries = 16 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)
+    taken = (plain - adapted) * device_block_bytes(spec, torch.bfloat16, 0)
+    assert 100 * entries * 2 <= taken <= 100 * entries * 2 + (2 << 20)
+    with pytest.raises(ConfigError, match=r"buffers and adapters .* --max-gpu-loras"):
+        choose_gpu_sizes(
+            ModelConfig(),
+            spec,
+            given,
+            device,
+            torch.bfloat16,
+            None,
+            AdapterRoom(places=4000, max_rank=512),
+        )
