@@ -41,6 +41,7 @@ KEY_BYTES = 32
 FINGERPRINT_BYTES = 16
 HISTORY = 4  # records for each live one (or place, where few live) after which the index is written anew
 FEW_RECORDS = 1024
+MOST_PLACES = 1 << 18  # what is known of each place takes memory, 400 bytes or so
 SYNC_BYTES = 64 << 20  # written before pages are pushed out of the page cache, which weights need
 PROBE_BYTES = 64 << 20  # written and read to learn how fast the disk is
 PROBE_PIECE = 1 << 20
@@ -62,9 +63,8 @@ class DiskStore:
         Raises ConfigError for a folder that cannot be used.
         """
         self._folder, self._place_bytes = folder, place_bytes
-        self.num_places = (size - HEADER.size - FEW_RECORDS * RECORD.size) // (
-            place_bytes + (HISTORY + 1) * RECORD.size
-        )
+        room = size - HEADER.size - FEW_RECORDS * RECORD.size
+        self.num_places = min(room // (place_bytes + (HISTORY + 1) * RECORD.size), MOST_PLACES)
         if self.num_places < 1:
             raise ConfigError(
                 f"--kv-disk-size {size} holds no block of {place_bytes} bytes: give at least a hundred times that"
