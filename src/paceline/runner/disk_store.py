@@ -5,6 +5,7 @@
     lock     held by the one server that uses the folder
     index    a header, then records of one size, appended: a place was filled, or is empty. Each has a checksum
     data     places of one size, allocated beforehand
+    tables   what eviction had learned when the server ended
 
 A place is written first and its record after it. Nothing is synced for correctness: a read compares the head with the
 index and the bytes with the checksum in it, which covers head and fingerprint too. So what is torn, stale, swapped,
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import struct
 import threading
@@ -159,6 +161,24 @@ class DiskStore:
         taken = [-1, *sorted(self._kept), self.num_places]
         before, after = max(pairwise(taken), key=lambda pair: pair[1] - pair[0])
         return before + 1, after - before - 1
+
+    def save_tables(self, tables: Sequence[Sequence[float]]) -> None:
+        """Keep what was learned, in the place of what was kept before."""
+        body = json.dumps(tables)
+        path = self._folder / "tables.new"
+        path.write_text(f"{zlib.crc32(body.encode())}\n{body}\n")
+        path.chmod(0o600)
+        os.replace(path, self._folder / "tables")
+
+    def load_tables(self) -> tuple[tuple[float, ...], ...]:
+        """What was kept; nothing where it cannot be read."""
+        try:
+            checksum, body = (self._folder / "tables").read_text().splitlines()
+            if int(checksum) != zlib.crc32(body.encode()):
+                return ()
+            return tuple(tuple(map(float, table)) for table in json.loads(body))
+        except (OSError, ValueError, TypeError):
+            return ()
 
     def close(self) -> None:
         """Another server may use the folder from now on."""

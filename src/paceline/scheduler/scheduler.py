@@ -415,10 +415,17 @@ class Scheduler:
         """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
         self._input(inputs.SetAdapter(number=number, identity=identity))
 
-    def restore(self, places: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """Earlier runs have left prefixes on the disk. Before anything is added."""
+    def restore(
+        self,
+        places: Sequence[int],
+        keys: Sequence[BlockKey],
+        uses: Sequence[int],
+        learned: tuple[tuple[float, ...], ...] = (),
+    ) -> None:
+        """Earlier runs have left prefixes on the disk, and have learned by level. Before anything is added."""
         names = tuple([key.key for key in keys])
-        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses)))
+        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses), learned=learned))
+        self.state.kv.learn(learned)
         self.state.kv.restore(np.array(places, np.int64), keys, uses)
 
     def reset_prefix_cache(self) -> None:

@@ -255,7 +255,7 @@ def test_another_version_and_sizes_that_cannot_be_are_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="holds no block"):
         open_store(tmp_path / "small", size=100)
     with pytest.raises(ConfigError, match="cannot be allocated"):
-        open_store(tmp_path / "large", size=1 << 60)
+        open_store(tmp_path / "large", size=1 << 60, place=1 << 40)
     assert (tmp_path / "large" / "data").stat().st_size == 0
 
 
@@ -268,3 +268,17 @@ def test_measuring_spoils_nothing_that_survived(tmp_path: Path) -> None:
     store.measure()
     assert right_blocks(store) == store.num_places - 1
     store.close()
+
+
+def test_what_was_learned_is_kept_and_a_spoilt_file_is_left_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.load_tables() == ()
+    store.save_tables(((0.1, 1e-300), (), (3.0,)))
+    store.close()
+    again = open_store(tmp_path)
+    assert again.load_tables() == ((0.1, 1e-300), (), (3.0,))
+    text = (tmp_path / "tables").read_text()
+    for spoilt in (text.replace("3.0", "4.0"), text[:9], "", "x\ny\n", "1\n[1]\n"):
+        (tmp_path / "tables").write_text(spoilt)
+        assert again.load_tables() == ()
+    again.close()
