@@ -85,6 +85,12 @@ class DeadlineInfeasible(PacelineError):
         self.retry_after_s = retry_after_s
 
 
+class SleepRefused(PacelineError):
+    """A model that cannot be put to sleep: it is pinned, it has requests under way, or its runner cannot."""
+
+    code = "sleep_refused"
+
+
 class UnknownRequest(PacelineError):
     """No live request has this id."""
 

@@ -34,6 +34,7 @@ from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
+from paceline.core.standing import Sleeper
 from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.decode_time import decode_seconds
@@ -54,7 +55,6 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from paceline.guide.matcher import Vocabulary
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
@@ -173,6 +173,7 @@ class LoadedModel:
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
+    sleeper: Sleeper | None = None  # None: its memory cannot be let go of
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -224,13 +225,11 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
-    if on_gpu and model.has_adapters:
-        raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, disk = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper = built
     engine = build_engine(
         config,
         runner,
@@ -254,6 +253,7 @@ def load_model(
         free=None if on_gpu else free,
         cpu_work=cpu_work,
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
+        sleeper=sleeper,
     )
 
 
@@ -267,6 +267,7 @@ class Built(NamedTuple):
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
     disk: DiskLevel | None = None
+    sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
 
 
 def _on_cpu(
@@ -280,17 +281,11 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.disk_level import DiskLevel
-    from paceline.runner.guessers import open_guesser, why_torch
-    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, cpu_kv_dtype, line_costs
+    from paceline.runner.sleeper import CPUSleeper
 
-    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
-    backend: CPUBackend | str
-    if guesser is None:
-        backend = _native_backend(model, checkpoint, shared, given, on_progress)
-    else:
-        backend = why_torch(model, guesser)
-    if not isinstance(backend, CPUBackend):
-        backend = _torch_backend(model, checkpoint, shared, on_progress, backend, guesser)
+    load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
+    backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = _engine_config(checkpoint, sizes)
     if drafts is not None:
@@ -307,23 +302,35 @@ def _on_cpu(
         decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    kv_dtype = cpu_kv_dtype(model)
+    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    known = (config.kv.block_size, about, model.quantization, drafts and (drafts.method, drafts.model))
+    known = (
+        config.kv.block_size,
+        kv_dtype,
+        about,
+        model.quantization,
+        drafts and (drafts.method, drafts.model),
+    )
     disk = DiskLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
-        kv_dtype="float32",
+        kv_dtype=kv_dtype,
         kv_bytes=kv_bytes,
         runner=backend.about,
         quantization=model.quantization,
     )
-    step = backend.make_step(config)
-    drafter = None if backend.make_drafter is None else backend.make_drafter(config, step)
-    runner = CPURunner(config, step, ends, shared[0], drafter)
+
+    def make(weights: CPUBackend) -> CPURunner:
+        step = weights.make_step(config)
+        drafter = None if weights.make_drafter is None else weights.make_drafter(config, step)
+        return CPURunner(config, step, ends, shared[0], drafter)
+
+    sleeper = CPUSleeper(load, make, backend)
+    runner = sleeper.open()
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
@@ -331,9 +338,30 @@ def _on_cpu(
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
-    memory = getattr(step, "adapters", None) if model.has_adapters else None
-    moving = runner if disk is None else disk.start(runner, step.kv)
-    return Built(config, moving, hardware, backend.notices, runner.work, memory, disk)
+    adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
+    moving = runner if disk is None else disk.start(runner, runner.compute.kv)
+    sleeps = None if disk is not None or model.has_adapters else sleeper
+    return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
+
+
+def _cpu_backend(
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    drafts: DraftConfig | None,
+    shared: tuple[Pulse, FreeCores],
+    on_progress: LoadProgress,
+) -> CPUBackend:
+    """Read the weights for whatever computes this model."""
+    from paceline.runner.guessers import open_guesser, why_torch
+
+    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
+    if guesser is not None:
+        return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
+    found = _native_backend(model, checkpoint, shared, given, on_progress)
+    if isinstance(found, CPUBackend):
+        return found
+    return _torch_backend(model, checkpoint, shared, on_progress, found)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -364,10 +392,10 @@ def _native_backend(
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
+    from paceline.runner.sizing import cpu_kv_dtype
 
-    reason = "they compute no adapters yet"
-    if not model.has_adapters:
-        reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+    block_size = int(given.get("block_size", 16))
+    reason = objection(checkpoint, block_size, model.quantization, cpu_kv_dtype(model))
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -389,7 +417,7 @@ def _native_backend(
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse)
+        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=cpu_kv_dtype(model))
 
     return CPUBackend(
         make_step=make_step,
@@ -420,6 +448,7 @@ def _torch_backend(
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
     from paceline.runner.guessers import build_guesser, model_drafter
+    from paceline.runner.sizing import cpu_kv_dtype
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -437,7 +466,7 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, cpu_kv_dtype(model)),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},
@@ -461,6 +490,7 @@ def _on_gpu(
 
     from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
+    from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
@@ -483,7 +513,11 @@ def _on_gpu(
         checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
     )
     on_progress("preparing kernels", 0, 0)
-    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
+    if room is not None and given.get("mode", "continuous") == "continuous":
+        given = {**given, "max_loras": room.places}
+    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)
+    config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
     known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
@@ -492,7 +526,8 @@ def _on_gpu(
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
-    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype, head=head)
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, **more)
     if drafts is not None:
         config = _with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
@@ -512,7 +547,7 @@ def _on_gpu(
         quantization=model.quantization,
     )
     moving = runner if disk is None else disk.start(runner, runner.host_places)
-    return Built(config, moving, hardware, (), CPUWork, None, disk)
+    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
@@ -565,18 +600,14 @@ def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
     from paceline.guide.compile import GuideCompiler
     from paceline.guide.matcher import mask_threads
-
-    def vocabulary() -> Vocabulary:
-        from paceline.text.vocabulary import vocabulary_of
-
-        return vocabulary_of(tokenizer)
+    from paceline.text.vocabulary import vocabulary_of
 
     objection = ""
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
     originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(vocabulary, objection, originals=originals)
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:

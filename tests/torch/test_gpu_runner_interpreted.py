@@ -20,7 +20,9 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import RowLogprobs, Runner
+from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
 from paceline.kv.tiers import HOST
@@ -175,6 +177,52 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert expected != plain, "eight bits make a difference, or this test says nothing"
     exact_fp8(monkeypatch)
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
+
+
+def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
+    """Tokens of a request that drops a block."""
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=256),
+        depth=depth,
+    )
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    runner: Runner
+    if on_gpu:
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
+    else:
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    engine = build_engine(config, runner)
+    random = np.random.default_rng(1)
+    found: dict[int, list[int]] = {}
+    for length in (66,):
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
+        found[engine.add(random.integers(0, 512, length).tolist(), sampling)[0]] = []
+    dropped = 0
+    while engine.has_requests or not engine.is_idle:
+        events = engine.step_overlapped()
+        assert engine.last_error is None, repr(engine.last_error)
+        dropped += sum(ending.cost.dropped for ending in events.finished)
+        for batch in events.tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+                if preempt and len(found[number]) == 4:
+                    assert engine.scheduler.preempt(RequestId(number), swap=False)
+    assert dropped == 64, "one block"
+    return list(found.values())
+
+
+KEPT = KVKeep(first=0, recent=5)
+
+
+def test_requests_that_drop_kv_get_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    """Also after a preemption, when what they had is computed again as it was."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected = dropping(tmp_path, on_gpu=False, depth=0)
+    assert dropping(tmp_path, on_gpu=False, depth=0, preempt=True) == expected
+    assert dropping(tmp_path, on_gpu=True, depth=2, preempt=True) == expected
 
 
 def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:

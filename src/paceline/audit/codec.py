@@ -43,6 +43,7 @@ from paceline.core.plan import (
     DraftTally,
     Moves,
     RowCopies,
+    RowDrops,
     RowJoins,
     RowSpans,
     StepPlan,
@@ -68,6 +69,7 @@ _ALIGNED = (
     RowCopies,
     Swaps,
     Moves,
+    RowDrops,
 )  # no rows: every column is empty
 _FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
@@ -203,6 +205,7 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "keys": lambda keys: tuple(bytes.fromhex(key) for key in keys),
     "wishes": tuple,
     "tree": tuple,
+    "kv_keep": tuple,
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,

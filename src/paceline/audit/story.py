@@ -25,6 +25,7 @@ _CAUSES = {
     "forced": "it was told to",
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
+    "sleep": "its model was put to sleep",
 }
 _ENDS = {
     Rule.STOP: "reached a stop",
@@ -49,6 +50,7 @@ _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
+    Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
     Rule.DEADLINE_INFEASIBLE: "the times it wanted could not be kept as things stood",
     Rule.DEADLINE_IMPOSSIBLE: "the times it wanted could not be kept even if it were alone",
@@ -167,6 +169,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
+    if decision.reason is Rule.ADAPTER:
+        return f"{start}its adapter was not in memory"
     if decision.reason is Rule.LOADING:
         return f"{start}part of its prompt was coming from the disk"
     if decision.reason is Rule.MAKING_ROOM:

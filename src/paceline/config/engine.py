@@ -26,7 +26,7 @@ STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")  # the two of fp8 are one type
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
 CPU_BACKENDS = ("auto", "native", "torch")
@@ -319,6 +319,13 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
+    max_loras: int = option(
+        0,
+        "most adapters in memory; others are read when they are needed",
+        low=0,
+        panel="Adapters",
+        default_text="all there are; on a GPU 16",
+    )
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
@@ -352,6 +359,10 @@ class SchedulerConfig:
         flags = [f"--{name.replace('_', '-')}" for name in given]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
+        if self.max_loras and self.mode != "continuous":
+            raise ConfigError(
+                "--max-loras needs --mode continuous: a padded batch has all its adapters at once"
+            )
         if given and self.mode != "continuous":
             raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
 
@@ -431,7 +442,7 @@ class ModelConfig(CheckedOptions):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto: the type to compute in; fp8 (e4m3): half the memory, on a GPU",
+        "type of the KV cache; auto: that to compute in; fp8 (e4m3), on a GPU: half of it; int8, on a CPU: a quarter",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
@@ -461,6 +472,7 @@ class ModelConfig(CheckedOptions):
         metavar="BYTES",
         default_text="half of what it showed at start-up",
     )
+    kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
         0.92, "share of the GPU's memory to use", low=0.01, high=1.0, basic=True
     )
@@ -470,9 +482,7 @@ class ModelConfig(CheckedOptions):
         "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
-    enable_lora: bool = option(
-        False, "compute adapters (PEFT LoRA) that requests name; on a CPU, by torch", panel="Adapters"
-    )
+    enable_lora: bool = option(False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters")
     lora_modules: str = option(
         "",
         "adapters to load at the start, each under the name of its model; commas for several",

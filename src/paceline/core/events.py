@@ -96,6 +96,11 @@ class Forecast:
         first_s, finish_s = self.waited_s + self.first_token_s, self.waited_s + self.finish_s
         return replace(self, first_token_s=first_s, finish_s=finish_s)
 
+    def later(self, seconds: float) -> Forecast:
+        """The same for a request that nothing is computed for until then: its model is asleep."""
+        names = ("first_token_s", "finish_s", "soonest_first_s", "soonest_finish_s")
+        return replace(self, **{name: getattr(self, name) + seconds for name in names}) if seconds else self
+
 
 class DecisionKind(StrEnum):
     """What was decided. A text, as the rule is: decisions go into logs as they are."""
@@ -145,6 +150,7 @@ class Rule(StrEnum):
     SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
+    ADAPTER = "adapter"  # its adapter is not in memory, or is about to leave it; others may pass
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
@@ -162,6 +168,7 @@ class Rule(StrEnum):
     PAUSED_RECOMPUTE = "paused:recompute"
     PAUSED_SWAP = "paused:swap"
     STEP_FAILED = "step_failed:recompute"
+    SLEEP = "sleep:recompute"  # its model was put to sleep
     # change: of a live request, by its owner
     PRIORITY = "priority"  # value: the new one
     PAUSED = "paused"
@@ -184,6 +191,7 @@ class Rule(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
+    KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone

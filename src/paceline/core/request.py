@@ -118,6 +118,7 @@ class Cost(NamedTuple):
     accepted_predictions: int = 0
     rejected_predictions: int = 0
     injected: int = 0  # of its output, tokens that were put in from outside
+    dropped: int = 0  # tokens whose KV it let go of (`kv_keep`): from then on its answer is another one
 
 
 NO_COST = Cost()
@@ -241,6 +242,13 @@ class Request:
     def max_total(self) -> int:
         """Prompt and output together, at most."""
         return self.num_prompt + self.sampling.max_tokens
+
+    def num_sharable(self, block_size: int) -> int:
+        """Of its tokens, those whose KV may come from other requests, and the last one, which is always computed."""
+        kept = self.sampling.kv_keep
+        if kept is None:
+            return self.num_tokens
+        return min(self.num_tokens, kept.sees_all(self.num_prompt, block_size) + 1)
 
     @property
     def most_generated(self) -> int:

@@ -327,13 +327,17 @@ class Engine:
 
     def step_overlapped(self) -> StepEvents:
         """The same, with the device `depth` steps behind: it computes while the next plan is made."""
+        # What guides allow depends on all tokens before. So the newest step draws when the others are done, after the
+        # next one is planned: the device has that as soon as it has drawn.
+        is_late = bool(self._in_flight and self._in_flight[-1].guides)
+        while is_late and len(self._in_flight) > 1:
+            self._wait()
         plan = self._schedule()
+        if self._in_flight:
+            self._supply()
         if plan is not None:
             self._submit(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            self._wait()
-        # What guides allow depends on all tokens before: no step goes behind one that has not been supplied.
-        while self._in_flight and self._in_flight[-1].guides:
+        if self._in_flight and (plan is None or (len(self._in_flight) > self.depth and not is_late)):
             self._wait()
         return self.scheduler.take_events()
 
@@ -362,6 +366,25 @@ class Engine:
         """Nothing is under way; a further step would do nothing until something new comes in."""
         return not self._in_flight and not self.scheduler.has_open_copies
 
+    def sleep(self) -> None:
+        """Let go of the runner and all its memory. Requests stay: rows are preempted, and computed again once awake."""
+        while self._in_flight:
+            self._wait()
+        self.scheduler.sleep()
+        self._runner = _NoRunner()
+        if self.checker is not None:
+            self.checker.after_update(None)
+
+    def wake(self, runner: Runner) -> None:
+        """Go on with a runner that holds nothing yet."""
+        assert self.is_asleep, "it has a runner"
+        runner.reset(StepPlan(seq=self.num_submitted, full=True))
+        self._runner = runner
+
+    @property
+    def is_asleep(self) -> bool:
+        return isinstance(self._runner, _NoRunner)
+
     def close(self) -> None:
         """Complete what is under way, what is to be written to a disk too, and close the log."""
         try:
@@ -377,9 +400,13 @@ class Engine:
     def _schedule(self) -> StepPlan | None:
         if self.guides.is_compiling:
             self.guides.let_in()
+        if self.adapters.is_reading:
+            self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
         plan = self.scheduler.schedule()
+        if self.scheduler.state.adapters.orders:
+            self.adapters.obey()
         if self.checker is not None:
             self.checker.after_schedule(plan)
         return plan
@@ -393,24 +420,26 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._in_flight.append(StepInFlight(plan, _Failed(), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
         guides = self.guides.of_rows() if self.guides else None
         self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
-        if len(self._in_flight) == 1:
-            self._supply()
         return True
 
     def _supply(self) -> None:
         """Give the oldest step under way its guides: they stand behind all tokens before it now."""
         step = self._in_flight[0]
         if step.guides:
-            step.pending.supply(step.guides)
+            try:
+                step.pending.supply(step.guides)
+            except Exception as error:
+                step.pending = _Failed(error)
             step.guides = None
 
     def _wait(self) -> None:
         step = self._in_flight[0]
+        self._supply()
         try:
             result = step.pending.wait()
         except Exception as error:
@@ -428,8 +457,6 @@ class Engine:
         if self.checker is not None:
             self.checker.after_update(result)
         self._record(step, result)
-        if self._in_flight:
-            self._supply()
 
     def _recover(self, error: Exception) -> None:
         """No result will come for the steps under way: start over from a clean plan."""
@@ -489,14 +516,27 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+class _NoRunner:
+    """In the place of the runner of an engine that sleeps."""
+
+    def submit(self, plan: StepPlan) -> Pending:
+        raise AssertionError("an engine that sleeps makes no step")
+
+    def reset(self, full: StepPlan) -> None:
+        raise AssertionError("an engine that sleeps has nothing to reset")
+
+
+@dataclass(slots=True)
 class _Failed:
-    """The pending of a plan the runner refused."""
+    """The pending of a step that has no result."""
+
+    error: Exception
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
-        raise AssertionError("a refused plan has no rows")
+        raise self.error
 
     def wait(self) -> StepResult:
-        raise AssertionError("a refused plan has no result")
+        raise self.error
 
 
 # A change of a live request by its owner: priority, deadline, score, paused or not, the end of its reasoning.

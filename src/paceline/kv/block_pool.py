@@ -70,6 +70,10 @@ class EvictionOrder(Protocol):
         """What an earlier run has learned. Before anything is added; values of another kind are left alone."""
         return None
 
+    def hurry(self, blocks: Sequence[int]) -> None:
+        """These go before all others once no row holds them, unless they are hit before or wanted."""
+        return None
+
 
 class LeastRecentlyFreed(EvictionOrder):
     """The block that was set free longest ago goes first."""

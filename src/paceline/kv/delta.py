@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 from paceline.core.plan import (
     NO_APPENDS,
     NO_BLOCK_COPIES,
+    NO_DROPS,
     NO_MOVES,
     NO_SWAPS,
     BlockAppends,
     BlockCopies,
     Moves,
+    RowDrops,
     Swaps,
+    i32,
 )
 from paceline.core.store import BlockHead
 
@@ -47,6 +50,7 @@ class KVDelta:
         self.fetch: list[Swap] = []
         self.store_heads: list[BlockHead] = []
         self.fetch_heads: list[BlockHead] = []
+        self.drops: dict[int, int] = {}  # of rows, the tokens they have dropped so far
 
     def mark(self) -> tuple[int, int, int, int, int]:
         return (
@@ -66,6 +70,12 @@ class KVDelta:
         """Nothing of a prompt's row is sent: it leaves in this very plan."""
         self.appends = [append for append in self.appends if append[0] != row]
         self.copies = [copy for copy in self.copies if copy[0] != row]
+        self.drops.pop(row, None)
+
+    def forget_drop(self, row: int) -> None:
+        """The row leaves in this very plan: what moved up in its table is nothing to its next owner."""
+        if self.drops.pop(row, None) is not None:
+            self.appends = [append for append in self.appends if append[0] != row]
 
     @property
     def has_copies(self) -> bool:
@@ -87,6 +97,14 @@ class KVDelta:
         if self.swap_in:
             swap_in, self.swap_in = _swaps(self.swap_in), []
         return appends, copies, swap_out, swap_in
+
+    def take_drops(self) -> RowDrops:
+        """What rows have dropped; none of it is left afterwards."""
+        if not self.drops:
+            return NO_DROPS
+        drops = RowDrops(row=i32(self.drops), num_tokens=i32(self.drops.values()))
+        self.drops = {}
+        return drops
 
     def take_moves(self) -> tuple[Moves, Moves]:
         """What is to be stored and fetched; none of it is left afterwards."""

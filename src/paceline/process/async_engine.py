@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from paceline.core.events import Finished, Forecast, Held, LogprobEvent
 from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.standing import Standing
 from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
@@ -37,77 +37,20 @@ from paceline.process.client import (
     Steering,
 )
 from paceline.process.frames import error_of
+from paceline.process.questions import ModelSender, Numbers, Questions, Sender
 from paceline.process.streams import Branch, Stream
 
-# Questions to the engine with a separate answer: sent, waited for, answered or cancelled.
-#
-# A question has a number, and its answer comes back with it. Few are under way at a time, none is waited for longer
-# than a few seconds, and an engine that is lost answers all of them at once. Belongs to one event loop.
-
-
-MOST_QUESTIONS = 32  # under way at a time
-PATIENCE_S = 10.0
-
-
-class Sender(Protocol):
-    """The way to an engine; see `supervisor.Link`."""
-
-    def send(self, payload: bytes) -> None: ...
-
-    @property
-    def num_unsent_bytes(self) -> int: ...
-
-
-Value = TypeVar("Value")
-
-
-class Questions(Generic[Value]):
-    """Those of one kind that wait for an answer, by number."""
-
-    def __init__(self, too_many: str) -> None:
-        self._too_many = too_many
-        self._waiting: dict[int, asyncio.Future[Value]] = {}
-
-    async def ask(self, number: int, sender: Sender, make: Callable[[], bytes]) -> Value:
-        """The answer to the frame that `make` makes. Raises QueueFull, or EngineUnavailable when no answer comes."""
-        if len(self._waiting) >= MOST_QUESTIONS:
-            raise QueueFull(f"too many {self._too_many} at once; try again later")
-        payload = make()
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            sender.send(payload)
-            return await asyncio.wait_for(answer, PATIENCE_S)
-        except TimeoutError:
-            raise EngineUnavailable("the engine does not answer at the moment; try again later") from None
-        finally:
-            del self._waiting[number]
-
-    def answer(self, number: int, value: Value) -> None:
-        """An answer has come; one that is too late is dropped."""
-        waiting = self._waiting.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(value)
-
-    def fail(self, number: int, error: PacelineError) -> bool:
-        """No answer will come; False if none is waited for."""
-        waiting = self._waiting.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-        return waiting is not None
-
-    def fail_all(self, message: str, code: str = "engine_unavailable") -> None:
-        for number in self._waiting:
-            self.fail(number, EngineUnavailable(message, code=code))
-
-
 _logger = logging.getLogger("paceline")
+LOST_MODEL = "this model could not be woken; an operator can try again: POST /v1/models/{id}/wake"
 
 
 class AsyncEngine:
     """One engine, whichever process it lives in at the moment."""
 
-    def __init__(self, config: ProcessConfig) -> None:
+    def __init__(self, config: ProcessConfig, number: int = 0, numbers: Numbers | None = None) -> None:
+        """`number`: which of the models of the process it is; `numbers`: of their requests."""
         self.rejects = Rejects()
+        self._number = number
         self._config = config
         self._state = EngineState.STARTING
         self._info: EngineInfo | None = None
@@ -125,7 +68,7 @@ class AsyncEngine:
         self._adapters: dict[str, AdapterInfo] = {}
         self._next_adapter = 1
         self._loading_adapters = asyncio.Lock()  # one after the other: the last one asked for has the name
-        self._next_id = 1
+        self._numbers = numbers or Numbers()
         self._heartbeat_s = time.monotonic()
         self._is_draining = False
 
@@ -186,14 +129,14 @@ class AsyncEngine:
         """See `EngineClient`. Raises as `submit` does."""
         self._check_unsent(self._ready_sender())
         frame = frames.Fork(
-            self._next_id, number, count, at, _column(append, "append"), score, dict(changes or {})
+            self._numbers.next, number, count, at, _column(append, "append"), score, dict(changes or {})
         )
         return self._start(frames.encode(frame), count)
 
     def _start(self, payload: bytes, count: int) -> Stream:
         """Send branches under the next numbers, and follow them."""
-        sender, first = self._ready_sender(), self._next_id
-        self._next_id += count
+        sender, first = self._ready_sender(), self._numbers.next
+        self._numbers.next += count
         stream = Stream(first, count, self._undelivered, close=self._close, finish_at=self._finish_at)
         self._streams[first] = stream
         for branch in stream.branches:
@@ -280,6 +223,14 @@ class AsyncEngine:
             else:
                 self._send(frames.LoadAdapter(0, info.number, name, info.folder, info.identity))
 
+    async def rest(self, level: int, *, aborts: bool = False) -> Standing:
+        answer = await self._ask(lambda question: frames.Rest(question, level, aborts))
+        assert isinstance(answer, frames.Rested)
+        if answer.rejected is not None:
+            raise error_of(answer.rejected)
+        self._stats = replace(self._stats, standing=answer.standing)  # its next figures are on their way
+        return answer.standing
+
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
         answer = await self._ask(lambda question: frames.ChangeBranches(question, tuple(numbers), change))
         assert isinstance(answer, frames.Changed)
@@ -315,13 +266,13 @@ class AsyncEngine:
         adapter: int = NO_ADAPTER,
     ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
-        number, sender = self._next_id, self._ready_sender()
+        number, sender = self._numbers.next, self._ready_sender()
 
         def payload() -> bytes:
             made = self._payload(
                 tokens, sampling, tenant, service_level, None, only_forecast=True, adapter=adapter
             )
-            self._next_id += 1
+            self._numbers.next += 1
             return made
 
         return await self._forecasts.ask(number, sender, payload)
@@ -339,10 +290,10 @@ class AsyncEngine:
         adapter: int = NO_ADAPTER,
     ) -> bytes:
         """The frame of a request under the next number."""
-        self._check_unsent(self._ready_sender())
+        self._check_unsent(self._awake_sender())
         service_level.check()
         add = frames.Add(
-            first=self._next_id,
+            first=self._numbers.next,
             tokens=_column(tokens),
             sampling=frames.Sampling.of(sampling),
             tenant=tenant,
@@ -355,7 +306,8 @@ class AsyncEngine:
             adapter=adapter,
         )
         payload = frames.encode(add)
-        if len(payload) + HEADER.size > self._config.max_frame_bytes:
+        around = HEADER.size + (frames.FOR_MODEL_BYTES if self._number else 0)
+        if len(payload) + around > self._config.max_frame_bytes:
             raise InvalidRequest(f"a prompt of {len(tokens)} tokens is too long", param="prompt")
         return payload
 
@@ -367,7 +319,7 @@ class AsyncEngine:
 
     def attach(self, sender: Sender) -> None:
         """An engine has been started and will load its model."""
-        self._sender = sender
+        self._sender = ModelSender(self._number, sender) if self._number else sender
         self._state = EngineState.STARTING
         self._heartbeat_s = time.monotonic()
 
@@ -471,6 +423,8 @@ class AsyncEngine:
             self._take_rejection(rejected)
         if update.stats is not None:
             self._stats = update.stats
+            if update.stats.standing is Standing.FAILED and self._streams:
+                self.fail_all(EngineUnavailable(LOST_MODEL, code="model_unavailable"))
         # Not before the end: a token and the ending that follows it belong together.
         undelivered = self._undelivered.copy()
         self._undelivered.clear()
@@ -566,6 +520,13 @@ class AsyncEngine:
         if self._state is not EngineState.READY or self._sender is None:
             raise EngineUnavailable("the engine does not answer at the moment; try again later")
         return self._sender
+
+    def _awake_sender(self) -> Sender:
+        """For a request: its model is awake, or will be."""
+        sender = self._ready_sender()
+        if self._stats.standing is Standing.FAILED:
+            raise EngineUnavailable(LOST_MODEL, code="model_unavailable")
+        return sender
 
     def _send(self, frame: frames.ToEngine) -> None:
         if self._sender is not None:

@@ -13,13 +13,14 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
-from paceline.core.counters import Counters, CPUWork
+from paceline.core.counters import AdapterStats, Counters, CPUWork
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.standing import Standing
 from paceline.core.tree import TreeLimits
 from paceline.costs.model import ModelWork
 from paceline.errors import PacelineError
@@ -100,6 +101,12 @@ class EngineStats:
     draft_width: int = 0  # most drafts of a request in a step, as of the last one
     draft_gain: float = 1.0  # speed over that without drafts, of the last steps
     cpu: CPUWork = field(default_factory=CPUWork)
+    standing: Standing = Standing.AWAKE
+    sleep_level: int = 0
+    wakes: int = 0
+    sleeps: int = 0
+    wake_s: float = 0.0  # what its last wake took
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
     @property
     def prefix_queries(self) -> int:
@@ -276,6 +283,9 @@ class EngineClient(Protocol):
 
     def unload_adapter(self, name: str) -> None:
         """No new request may have it. Raises UnknownAdapter."""
+
+    async def rest(self, level: int, *, aborts: bool = False) -> Standing:
+        """Put the model to sleep (1, 2) or begin to wake it (0); how it stands now. Raises SleepRefused."""
 
     async def snapshot(self) -> bytes:
         """What happened since the last snapshot and how things stand, as one JSON object; see `live_view`."""

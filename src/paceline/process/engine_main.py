@@ -18,11 +18,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 
 from paceline.config.process import ProcessConfig
+from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import PacelineError
 from paceline.factory import LoadedModel, LoadProgress, load_model
 from paceline.models.spec import model_work
@@ -52,11 +54,10 @@ def main() -> int:
 
 
 def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
-    started_s = time.monotonic()
     try:
         with loading_beats(channel, configure.heartbeat_s, logs) as note:
-            loaded = load_model(configure.model, configure.given, relatives=(os.getppid(),), on_progress=note)
-            info = _info(loaded, time.monotonic() - started_s)
+            models, infos = _load(configure, note)
+            conductor = _conductor(configure, models, infos)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
@@ -65,11 +66,50 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
         return _say_failure(channel, f"{type(error).__name__}: {error}", 70)
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
-    _send(channel, frames.Ready(info))
-    code = EngineService(loaded, channel, configure, logs).run()
-    with suppress(Exception):  # every request has been answered; what is left is the rest of a log
-        loaded.engine.close()
+    for number, info in enumerate(infos):
+        _send(channel, frames.Ready(info), number)
+    code = EngineService(models, conductor, channel, configure, logs).run()
+    for loaded in models:
+        with suppress(Exception):  # every request has been answered; what is left is the rest of a log
+            loaded.engine.close()
     return code
+
+
+def _load(configure: frames.Configure, note: LoadProgress) -> tuple[list[LoadedModel], list[EngineInfo]]:
+    """All models, one after the other."""
+    entries = [(configure.model, configure.given, configure.share)]
+    entries += [(each.model, each.given, each.share) for each in configure.further]
+    models, infos = [], []
+    for model, given, share in entries:
+        started_s = time.monotonic()
+        tell = partial(_note_named, note, share.name) if configure.further else note
+        loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell)
+        models.append(loaded)
+        infos.append(_info(loaded, time.monotonic() - started_s))
+    return models, infos
+
+
+def _conductor(
+    configure: frames.Configure, models: Sequence[LoadedModel], infos: Sequence[EngineInfo]
+) -> Conductor:
+    """The models' shares. Raises ConfigError where they cannot take turns in the memory there is."""
+    shares = [configure.share, *(each.share for each in configure.further)]
+    seats = [
+        Seat(
+            config=share,
+            needs=Needs(awake=info.weight_bytes + info.kv_bytes, kept=info.weight_bytes),
+            can_sleep=loaded.sleeper is not None and not share.pinned,
+            wakes_s=[0.0, 0.0, info.load_s],
+        )
+        for share, loaded, info in zip(shares, models, infos, strict=True)
+    ]
+    conductor = Conductor(seats, configure.memory_bytes, time.monotonic())
+    conductor.begin()
+    return conductor
+
+
+def _note_named(note: LoadProgress, name: str, stage: str, done: int, total: int) -> None:
+    note(f"{name}: {stage}", done, total)
 
 
 @contextmanager
@@ -137,13 +177,13 @@ def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
     return exit_code
 
 
-def _send(channel: Channel, message: frames.FromEngine) -> None:
+def _send(channel: Channel, message: frames.FromEngine, model: int = 0) -> None:
     """Send one frame, whatever waits before it."""
     until_s = time.monotonic() + FIRST_FRAME_S
     while not channel.is_free and time.monotonic() < until_s:
         channel.wait(0.1)
     if channel.is_free:
-        channel.send(frames.encode(message))
+        channel.send(frames.for_model(model, frames.encode(message)))
     while not channel.is_free and time.monotonic() < until_s:
         channel.wait(0.1)
 

@@ -34,12 +34,14 @@ import msgspec
 import numpy as np
 
 from paceline.config.engine import ModelConfig
+from paceline.config.models import ModelShare
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
 from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
+from paceline.core.standing import Standing
 from paceline.core.tree import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
@@ -50,6 +52,7 @@ from paceline.errors import (
     NeverFits,
     PacelineError,
     QueueFull,
+    SleepRefused,
     TreeFull,
     UnknownAdapter,
     UnknownRequest,
@@ -116,14 +119,32 @@ else:
 # -- to the engine -----------------------------------------------------------------------------------------
 
 
+class FurtherModel(msgspec.Struct, array_like=True, frozen=True):
+    """A model beside the first one."""
+
+    model: ModelConfig
+    given: Given
+    share: ModelShare
+
+
 class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
-    """The first frame: which model to load, and how often to send a heartbeat."""
+    """The first frame: which models to load, and how often to send a heartbeat."""
 
     model: ModelConfig
     given: Given
     heartbeat_s: float
     stats_interval_s: float
     max_frame_bytes: int
+    share: ModelShare = ModelShare()
+    further: list[FurtherModel] = []
+    memory_bytes: int | None = None  # of models that are awake at a time
+
+
+class ForModel(msgspec.Struct, tag="model", array_like=True, frozen=True):
+    """A frame to or from the engine of another model than the first, whose frames travel as they are."""
+
+    model: Count
+    payload: bytes
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
@@ -227,6 +248,14 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, froze
     number: RequestNumber
 
 
+class Rest(msgspec.Struct, tag="rest", array_like=True, frozen=True):
+    """Puts the model to sleep (level 1 or 2) or wakes it (0). `question` comes back with the answer."""
+
+    question: Count
+    level: Count
+    aborts: bool = False  # requests under way are ended; else they are a reason not to sleep
+
+
 class ChangeBranches(msgspec.Struct, tag="change", array_like=True, frozen=True):
     """Changes live branches. `question` comes back with the answer."""
 
@@ -247,8 +276,9 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree | LoadAdapter
-ToEngine = Configure | Add | Fork | Abort | FinishAt | Asking | UnloadAdapter | Drain | Ping | Stop
+Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree | LoadAdapter | Rest
+ToModel = Add | Fork | Abort | FinishAt | Asking | UnloadAdapter
+ToEngine = Configure | ToModel | ForModel | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -338,6 +368,14 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", array_like=True, froze
     rejected: Rejected | None
 
 
+class Rested(msgspec.Struct, tag="rested", array_like=True, frozen=True):
+    """How the model stands now, and why it did not do what it was told to."""
+
+    question: int
+    standing: Standing
+    rejected: Rejected | None
+
+
 class TreeShown(msgspec.Struct, tag="tree_shown", array_like=True, frozen=True):
     """The live branches of a tree; none when the branch that was named has ended."""
 
@@ -367,14 +405,22 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
 
 
 Answer = (
-    Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded
+    Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
 )  # to a question, whose number it bears
-FromEngine = Loading | Ready | LoadFailure | Update | Answer | Failed | Log
+FromEngine = Loading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+FOR_MODEL_BYTES = 32  # what a frame for another model than the first has around it, at most
+
+
+def for_model(model: int, payload: bytes) -> bytes:
+    """A frame for a model, or of it."""
+    return encode(ForModel(model, payload)) if model else payload
+
+
 # What decoding raises for bytes that are no frame of ours.
 BadFrame = (msgspec.DecodeError, ValueError, TypeError, InvalidRequest)
 
@@ -391,6 +437,7 @@ KINDS: dict[str, type[PacelineError]] = {
     "deadline_impossible": DeadlineImpossible,
     "deadline_infeasible": DeadlineInfeasible,
     "tree_full": TreeFull,
+    "sleep_refused": SleepRefused,
     "queue_full": QueueFull,
     "unknown": UnknownRequest,
     "transition": InvalidTransition,

@@ -1,42 +1,32 @@
-"""The engine's main loop in its own process: take what arrived, step, tell what became known.
+"""The main loop of the engine's process: take what arrived, step one of its models, tell what became known.
 
-One thread does everything. Between two steps it looks at the socket once without waiting; while there is nothing to
-do it sleeps on it. A heartbeat goes out with the events of a step, alone when there are none, and between the
-layers of a long step: it comes from the thread that computes, so that a step that hangs is noticed and one that only
-takes long is not. A request that raises is answered alone.
+One thread does everything but reading weights again. Between two steps it looks at the socket once without waiting;
+while there is nothing to do it sleeps on it. A heartbeat goes out with the events of a step, alone when there are none,
+and between the layers of a long step: it comes from the thread that computes, so that a step that hangs is noticed and
+one that only takes long is not. With several models the conductor says which of them steps next and which of them
+sleeps; frames of another model than the first travel in a `ForModel`.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
-from paceline.core.request import ChangeOutcome, FinishReason, RequestId
-from paceline.core.sampling import SamplingParams
-from paceline.core.service_class import ServiceLevel
-from paceline.engine.engine import apply_change, resume_all
-from paceline.engine.stepper import Stepper
-from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
+from paceline.core.plan import Runner
+from paceline.core.standing import Standing
+from paceline.engine.conductor import Conductor, Order
+from paceline.errors import SleepRefused
 from paceline.factory import LoadedModel
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
-from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
-from paceline.process.live_view import LiveView
-from paceline.process.outbox import Outbox
-from paceline.runner.machine_load import LoadNotices
-from paceline.scheduler.invariants import SampledChecker
-from paceline.scheduler.policy import POLICY_OPTIONS
-from paceline.scheduler.scheduler import Scheduler
+from paceline.process.model_service import ModelService
 
 # Log records of this process on their way to the HTTP process, which writes all logs in one format.
 #
@@ -91,85 +81,63 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
-# Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
-#
-# What is asked for comes as a frame; a mistake in it is an answer, never the end of the engine. Knows the
-# scheduler's two inputs for it and nothing of sockets.
-
-
-def steer(scheduler: Scheduler, request: frames.Steer) -> frames.Steered:
-    """Make the changes of a request, if it has any, and answer."""
-    rejected = None
-    try:
-        if request.dial is not None:
-            scheduler.set_dial(request.dial)
-        if request.policy is not None:
-            # Without a name, other options of the policy there is.
-            name = request.policy.name or scheduler.state.config.scheduling_policy
-            scheduler.set_policy(name, **request.policy.options)
-    except PacelineError as error:
-        rejected = rejected_with(error)
-    return frames.Steered(request.question, steering_of(scheduler), rejected)
-
-
-def steering_of(scheduler: Scheduler) -> Steering:
-    """How it stands now."""
-    config = scheduler.state.config
-    options = {name: getattr(config, name) for name in sorted(POLICY_OPTIONS)}
-    return Steering(
-        dial=scheduler.state.dial.status(), policy=config.scheduling_policy, policy_options=options
-    )
-
-
 FLUSH_S = 1.0  # how long the last frames may take to leave
-OLDEST_SUBMISSION_S = 3600.0
-LONGEST_TIMEOUT_S = 1e9
-MOST_TREE_BRANCHES = 256
-MOST_DECISIONS = 256  # newest decisions in one answer: it has to fit into a frame
-NUMERICAL_ERROR = "numerical_error"
-# In a row, and for all their rows: then damaged weights are loaded again.
-MOST_STEPS_WITHOUT_A_NUMBER = 2
+LOOK_S = 0.005  # between two looks at a model that is being woken
 
 _HEARTBEAT = frames.encode(frames.Update(0.0))
 _logger = logging.getLogger("paceline")
 
 
+class Waking(threading.Thread):
+    """Makes the runner of a model that sleeps, beside the steps of the others."""
+
+    def __init__(self, service: ModelService) -> None:
+        super().__init__(name="paceline-waking", daemon=True)
+        self.began_s = time.monotonic()
+        self.runner: Runner | None = None
+        self.error: Exception | None = None
+        self._service = service
+        self.start()
+
+    def run(self) -> None:
+        assert self._service.sleeper is not None
+        try:
+            self.runner = self._service.sleeper.open()
+        except Exception as error:
+            self.error = error
+
+
 class EngineService:
-    """Serves one engine over one channel."""
+    """Serves the models of one process over one channel."""
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        models: Sequence[LoadedModel],
+        conductor: Conductor,
         channel: Channel,
         configure: frames.Configure,
         logs: LogQueue,
     ) -> None:
-        engine = self._engine = loaded.engine
         self._logs = logs
         self._channel = channel
-        self._vocab_size = loaded.checkpoint.spec.vocab_size
-        self._outbox = Outbox(configure.max_frame_bytes)
-        self._answers: deque[frames.Answer] = deque()
-        self._live_view = LiveView(engine, loaded.cpu_work)
-        self._stepper = Stepper(engine, self._on_events)
-        engine.on_forecast = self._send_forecast
-        self._steps_without_a_number = 0
+        self._conductor = conductor
+        self._models = [
+            ModelService(loaded, configure, seat, (lambda: 0) if index else (lambda: channel.rejects.total))
+            for index, (loaded, seat) in enumerate(zip(models, conductor.seats, strict=True))
+        ]
+        self._waking: dict[int, Waking] = {}
         self._heartbeat_s = configure.heartbeat_s
-        self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
-        self._next_report_s = self._next_heartbeat_s = 0.0
-        loaded.pulse.on_beat = self._send_heartbeat
-        self._free = loaded.free
-        self._cpu_work = loaded.cpu_work
-        load = None if loaded.free is None else loaded.free.load
-        self._load_notices = None if load is None else LoadNotices(load, reported_busy=load.is_busy)
-        self._busy_s = 0.0
-        self._was_busy = False
+        self._next_heartbeat_s = 0.0
+        for loaded in models:
+            loaded.pulse.on_beat = self._send_heartbeat
         self._stopping = False
-        self._draining = False  # no request may be paused any more
 
     def run(self) -> int:
         """Serve until a Stop frame comes or the socket ends; returns the exit code of the process."""
         try:
+            for index, seat in enumerate(self._conductor.seats):
+                if seat.standing is Standing.ASLEEP:  # there is no room for all of them at the start
+                    self._put_to_sleep(Order(index, seat.level))
             while not self._stopping:
                 self._turn()
             self._flush_and_close()
@@ -179,39 +147,45 @@ class EngineService:
             return 0
         except Exception as error:
             _logger.exception("the engine gives up")
-            self._stepper.deliver_rest()
+            for model in self._models:
+                model.deliver_rest()
             self._flush_and_close(frames.Failed(_one_line(error)))
             return 70
 
     def _turn(self) -> None:
-        nap_s = self._stepper.wait_s()
-        if nap_s != 0:
-            left_s = max(0.0, self._next_report_s - time.monotonic())
-            self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
-            self._stepper.wake()
-        payloads = self._channel.receive()
-        for payload in payloads:
-            self._apply(payload)
-        if self._outbox.has_answers:
-            self._deliver()
-        started_s = time.monotonic()
-        if payloads or nap_s is not None:
-            self._stepper.step()
         now_s = time.monotonic()
-        self._busy_s += now_s - started_s
-        if now_s >= self._next_report_s or self._was_busy != self._engine.has_requests:
-            self._report(now_s)  # at the end of work at once: an idle engine has gauges of zero
+        nap_s = self._nap_s(now_s)
+        if nap_s != 0:
+            left_s = max(0.0, min(model.next_report_s for model in self._models) - now_s)
+            self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
+        for payload in self._channel.receive():
+            self._apply(payload)
+        if any(model.has_answers for model in self._models):
+            self._deliver()
+        if self._waking or not self._conductor.is_settled:
+            self._rest_and_wake()
+        self._step()
+        now_s = time.monotonic()
+        for model in self._models:
+            model.report_when_due(now_s)
         self._deliver()
 
-    def _on_events(self, events: StepEvents) -> None:
-        """Hand on what a step made known. Raises EngineFailed when the model computes nothing but nonsense."""
-        self._outbox.put(events)
-        if events.tokens:
-            self._steps_without_a_number = 0
-        elif any(ending.detail == NUMERICAL_ERROR for ending in events.finished):
-            self._steps_without_a_number += 1
-            if self._steps_without_a_number >= MOST_STEPS_WITHOUT_A_NUMBER:
-                raise EngineFailed(NOT_FINITE)
+    def _nap_s(self, now_s: float) -> float | None:
+        naps = [nap_s for nap_s in (model.nap_s(now_s) for model in self._models) if nap_s is not None]
+        if self._waking:
+            naps.append(LOOK_S)
+        return min(naps) if naps else None
+
+    def _step(self) -> None:
+        """One step of one model."""
+        now_s = time.monotonic()
+        ready = [not model.engine.is_asleep and model.nap_s(now_s) == 0 for model in self._models]
+        chosen = self._conductor.next(ready)
+        if chosen is not None:
+            self._conductor.charge(chosen, self._models[chosen].step())
+        for model in self._models:
+            if model.engine.is_asleep:
+                model.deliver_rest()
 
     def _send_heartbeat(self) -> None:
         """Called while a step computes. Only an empty update: the events of a step are complete when it is."""
@@ -223,232 +197,133 @@ class EngineService:
             if self._channel.is_free:
                 self._channel.send(_HEARTBEAT)
 
-    def _report(self, now_s: float) -> None:
-        is_busy = self._was_busy = self._engine.has_requests
-        self._next_report_s = now_s + (self._stats_interval_s if is_busy else self._heartbeat_s)
-        self._check_load()
-        self._outbox.stats = self._stats()
-
-    def _stats(self) -> EngineStats:
-        """The gauges of this moment. The counters are the scheduler's own, read when the frame is encoded."""
-        engine, state, checker = self._engine, self._engine.scheduler.state, self._engine.checker
-        pools, drafts = [group.pool for group in state.kv.groups], state.drafts
-        return EngineStats(
-            running=state.rows.num_live,
-            waiting=len(state.queue),
-            blocks_used=sum(pool.usable - pool.num_free for pool in pools),
-            blocks_total=sum(pool.usable for pool in pools),
-            steps=engine.num_submitted,
-            busy_s=self._busy_s,
-            counters=state.counters,
-            caches_prefixes=state.kv.caching,
-            violations=sum(checker.violations.values()) if isinstance(checker, SampledChecker) else 0,
-            fairness_gap=state.accounting.gap(),
-            next_place_s=engine.scheduler.next_place_s(),
-            rejected_frames=self._channel.rejects.total,
-            watch_cpu_s=self._live_view.cpu_s,
-            cpu_s=time.process_time(),
-            dial=state.dial.status(),
-            draft_width=0 if drafts is None else drafts.chosen,
-            draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
-            cpu=self._cpu_work(),
-        )
-
-    def _check_load(self) -> None:
-        """Look at the machine, also while there is nothing to do: the next request finds its threads right."""
-        if self._free is None or self._load_notices is None:
-            return
-        self._free.refresh()
-        notice = self._load_notices.take()
-        if notice is not None:
-            _logger.warning("%s", notice)
-
     def _deliver(self) -> None:
         """Send as much as the socket takes; the rest waits, and what comes meanwhile is joined to it."""
-        while self._outbox and self._channel.is_free:
-            self._channel.send(frames.encode(self._outbox.take()))
-        while self._answers and self._channel.is_free:
-            self._channel.send(frames.encode(self._answers.popleft()))
+        for number, model in enumerate(self._models):
+            told = model.tell()
+            while model and self._channel.is_free:
+                self._channel.send(frames.for_model(number, next(told)))
         self._logs.send(self._channel)
 
     # -- what the other side asks for ----------------------------------------------------------------------
 
     def _apply(self, payload: bytes) -> None:
+        number = 0
         try:
             message = frames.decode_to_engine(payload)
+            if isinstance(message, frames.ForModel):
+                number = message.model
+                message = frames.decode_to_engine(message.payload)
         except frames.BadFrame as error:
             self._channel.rejects.undecodable += 1
             _logger.warning("a frame was not understood: %s", _one_line(error))
             return
-        if isinstance(message, frames.Add):
-            self._add(message)
-        elif isinstance(message, frames.Fork):
-            self._fork(message)
-        elif isinstance(message, frames.Abort):
-            for branch in message.branches:
-                self._engine.abort(RequestId(branch))
-        elif isinstance(message, frames.FinishAt):
-            self._engine.scheduler.finish_at(RequestId(message.branch), message.num_output)
-        elif isinstance(message, frames.Explain):
-            branch = RequestId(message.branch)
-            explanation = Explanation(
-                decisions=list(self._engine.decisions_of(branch)[-MOST_DECISIONS:]),
-                is_live=branch in self._engine.scheduler.state.requests,
-            )
-            self._answers.append(frames.Explained(message.question, explanation))
-        elif isinstance(message, frames.Steer):
-            self._answers.append(steer(self._engine.scheduler, message))
-        elif isinstance(message, frames.Watch):
-            self._answers.append(frames.Watched(message.question, self._live_view.snapshot()))
-        elif isinstance(message, frames.ChangeBranches):
-            self._change(message)
-        elif isinstance(message, frames.Extend):
-            self._extend(message)
-        elif isinstance(message, frames.Prune):
-            ended = [self._engine.prune(RequestId(branch)) for branch in message.branches]
-            outcomes = [ChangeOutcome.CHANGED if each else ChangeOutcome.ENDED for each in ended]
-            self._answers.append(frames.Changed(message.question, outcomes))
-        elif isinstance(message, frames.ShowTree):
-            branch = RequestId(message.branch)
-            is_live = branch in self._engine.scheduler.state.requests
-            found = self._engine.branches_of(branch) if is_live else []
-            self._answers.append(frames.TreeShown(message.question, found[:MOST_TREE_BRANCHES]))
-        elif isinstance(message, frames.LoadAdapter):
-            self._load_adapter(message)
-        elif isinstance(message, frames.UnloadAdapter):
-            self._engine.unload_adapter(message.number)
-        elif isinstance(message, frames.Drain):
-            self._draining = True
-            resume_all(self._engine.scheduler)
+        if isinstance(message, frames.Drain):
+            for model in self._models:
+                model.drain()
         elif isinstance(message, frames.Ping):
-            self._next_report_s = 0.0
+            for model in self._models:
+                model.next_report_s = 0.0
         elif isinstance(message, frames.Stop):
             self._stopping = True
+        elif isinstance(message, frames.Configure | frames.ForModel) or number >= len(self._models):
+            self._channel.rejects.undecodable += 1  # a second configuration, or about no model
+        elif isinstance(message, frames.Rest):
+            self._rest(number, message)
         else:
-            self._channel.rejects.undecodable += 1  # a second configuration
+            self._models[number].apply(message)
 
-    def _add(self, add: frames.Add) -> None:
-        try:
-            tokens = self._tokens(add.tokens)
-            sampling = add.sampling.params()
-            sampling.check_vocabulary(self._vocab_size)
-            _check_logprobs(sampling)
-            if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
-                raise InvalidRequest("the timeout is no time a request could take", param="timeout")
-            service_level = ServiceLevel(add.service_class, add.priority)
-            if add.only_forecast:
-                forecast = self._engine.forecast(
-                    tokens, sampling, tenant=add.tenant, service_level=service_level, adapter=add.adapter
-                )
-                self._send_forecast(add.first, forecast)
-                return
-            now_s = time.monotonic()
-            age_s = now_s - add.submitted_s
-            submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
-            self._engine.number_from(RequestId(add.first))
-            self._engine.add(
-                tokens,
-                sampling,
-                tenant=add.tenant,
-                service_level=service_level,
-                arrival_s=submitted_s,
-                deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
-                tree=add.tree,
-                adapter=add.adapter,
-            )
-        except PacelineError as error:
-            place_s = self._engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
-            self._outbox.rejections.append(rejected_with(error, add.first, place_s=place_s))
-        except Exception:
-            _logger.exception("request %d could not be added", add.first)
-            if add.only_forecast:
-                self._send_forecast(add.first, None)
-            else:
-                num_prompt = len(add.tokens) // frames.TOKEN.itemsize
-                self._fail(add.first, max(1, add.sampling.n), num_prompt)
+    # -- sleep ---------------------------------------------------------------------------------------------
 
-    def _fork(self, fork: frames.Fork) -> None:
-        try:
-            self._engine.number_from(RequestId(fork.first))
-            self._engine.fork(
-                RequestId(fork.parent),
-                fork.count,
-                at=fork.at,
-                append=self._tokens(fork.append, "append").tolist(),
-                score=fork.score,
-                changes=fork.changes,
-            )
-        except PacelineError as error:
-            self._outbox.rejections.append(rejected_with(error, fork.first))
-        except Exception:
-            _logger.exception("branches of request %d could not be made", fork.parent)
-            self._fail(fork.first, fork.count, 0)
-
-    def _extend(self, extend: frames.Extend) -> None:
+    def _rest(self, number: int, asked: frames.Rest) -> None:
+        """An operator puts a model to sleep, or wakes it."""
+        model, seat = self._models[number], self._conductor.seats[number]
         rejected = None
         try:
-            tokens = self._tokens(extend.tokens, "tokens").tolist()
-            self._engine.extend(RequestId(extend.branch), tokens, max_tokens=extend.max_tokens)
-        except PacelineError as error:
-            rejected = rejected_with(error, extend.branch)
-        except Exception:
-            _logger.exception("request %d could not be extended", extend.branch)
-            self._engine.scheduler.fail(RequestId(extend.branch), "internal_error")
-        self._answers.append(frames.Extended(extend.question, rejected))
-
-    def _load_adapter(self, load: frames.LoadAdapter) -> None:
-        info, rejected = None, None
-        try:
-            info = self._engine.adapters.load(
-                load.name, Path(load.folder), number=load.number, identity=load.identity
-            )
-        except PacelineError as error:
+            if not asked.level:
+                if seat.standing in (Standing.ASLEEP, Standing.FAILED):
+                    self._begin_to_wake(number)
+            elif seat.standing is not Standing.FAILED:
+                self._check_sleep(number, asked)
+                if asked.aborts:
+                    model.abort_all()
+                self._put_to_sleep(Order(number, asked.level))
+        except SleepRefused as error:
             rejected = rejected_with(error)
-        except Exception:
-            _logger.exception("the adapter %s could not be loaded", load.name)
-            rejected = rejected_with(InvalidAdapter("the adapter could not be loaded; the log has more"))
-        self._answers.append(frames.AdapterLoaded(load.question, load.number, info, rejected))
+        model.answer(frames.Rested(asked.question, seat.standing, rejected))
 
-    def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
-        # Counted from when the HTTP process sent the request: the client counts from there too.
-        self._outbox.forecasts.append((first, None if forecast is None else forecast.since_arrival()))
+    def _check_sleep(self, number: int, asked: frames.Rest) -> None:
+        model, seat = self._models[number], self._conductor.seats[number]
+        if seat.config.pinned:
+            raise SleepRefused("this model is pinned: it never sleeps")
+        if model.sleeper is None or not seat.can_sleep:
+            raise SleepRefused("this model cannot sleep: models on a GPU and models with adapters do not yet")
+        if seat.standing is Standing.WAKING:
+            raise SleepRefused("this model is being woken; try again when it is awake")
+        count = len(model.engine.scheduler.state.requests)
+        if count and not asked.aborts:
+            raise SleepRefused(
+                f"{count} requests of this model are under way; wait for them, or end them with mode=abort"
+            )
 
-    def _change(self, message: frames.ChangeBranches) -> None:
-        change = message.change
-        if change.paused and self._draining:
-            change = replace(change, paused=None)
-        outcomes = [apply_change(self._engine, RequestId(branch), change) for branch in message.branches]
-        self._answers.append(frames.Changed(message.question, outcomes))
+    def _rest_and_wake(self) -> None:
+        """Carry out what the conductor orders, and take in models that have woken."""
+        for number, waking in list(self._waking.items()):
+            if not waking.is_alive():
+                del self._waking[number]
+                self._finish_waking(number, waking)
+        busy = [model.engine.has_requests for model in self._models]
+        for order in self._conductor.orders(time.monotonic(), busy):
+            if order.level:
+                self._put_to_sleep(order)
+            else:
+                self._begin_to_wake(order.model)
 
-    def _tokens(self, column: bytes, name: str = "prompt") -> NDArray[np.int32]:
-        if len(column) % frames.TOKEN.itemsize:
-            raise InvalidRequest(f"{name} is no list of token ids", param=name)
-        tokens = np.frombuffer(column, frames.TOKEN).astype(np.int32)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise InvalidRequest(f"a token id of {name} is not in [0, {self._vocab_size})", param=name)
-        return tokens
+    def _put_to_sleep(self, order: Order) -> None:
+        model = self._models[order.model]
+        assert model.sleeper is not None
+        if not model.engine.is_asleep:
+            model.engine.sleep()
+            model.deliver_rest()
+        level = max(order.level, self._conductor.seats[order.model].level)
+        model.sleeper.let_go(level)
+        gc.collect()
+        model.sleeps += 1
+        model.next_report_s = 0.0
+        self._conductor.slept(order.model, level)
+        _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
 
-    def _fail(self, first: int, count: int, num_prompt: int) -> None:
-        """Something of ours broke while a request was added: it ends alone."""
-        for branch in map(RequestId, range(first, first + count)):
-            if not self._engine.abort(branch):
-                ending = Finished(
-                    request=branch,
-                    reason=FinishReason.ERROR,
-                    detail="internal_error",
-                    time_s=time.monotonic(),
-                    num_prompt=num_prompt,
-                    num_output=0,
-                    num_cached=0,
-                    preemptions=0,
-                )
-                self._outbox.endings.append(ending)
+    def _begin_to_wake(self, number: int) -> None:
+        self._conductor.waking(number)
+        self._models[number].next_report_s = 0.0
+        self._waking[number] = Waking(self._models[number])
+
+    def _finish_waking(self, number: int, waking: Waking) -> None:
+        model, now_s = self._models[number], time.monotonic()
+        model.next_report_s = 0.0
+        error = waking.error
+        if waking.runner is not None:
+            try:
+                model.engine.wake(waking.runner)
+            except Exception as failure:
+                error = failure
+        if error is None:
+            seconds = now_s - waking.began_s
+            self._conductor.woke(number, now_s, seconds)
+            model.wakes += 1
+            _logger.info("the model %s is awake after %.3f s", self._name(number), seconds)
+            return
+        _logger.error("the model %s could not be woken: %s", self._name(number), _one_line(error))
+        self._conductor.wake_failed(number)  # the second time in a row, the other side ends its requests
+
+    def _name(self, number: int) -> str:
+        return self._conductor.seats[number].config.name or str(number)
 
     # -- the end -------------------------------------------------------------------------------------------
 
     def _abort_all(self) -> None:
-        for request_id in list(self._engine.scheduler.state.requests):
-            self._engine.abort(request_id)
+        for model in self._models:
+            model.abort_all()
 
     def _flush_and_close(self, last: frames.Failed | None = None) -> None:
         """Let the last frames leave, for a moment."""
@@ -456,10 +331,11 @@ class EngineService:
         try:
             if last is None:
                 self._abort_all()
-                self._stepper.deliver_rest()
+                for model in self._models:
+                    model.deliver_rest()
             while time.monotonic() < until_s:
                 self._deliver()
-                if not self._outbox and self._channel.is_free:
+                if not any(self._models) and self._channel.is_free:
                     if last is None:
                         return
                     self._channel.send(frames.encode(last))
@@ -467,13 +343,6 @@ class EngineService:
                 self._channel.wait(0.01)
         except ChannelClosed:
             return
-
-
-def _check_logprobs(sampling: SamplingParams) -> None:
-    """A token's logprobs must fit into a frame: those of a whole vocabulary may not."""
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) == -1:
-            raise InvalidRequest(f"{name} of the whole vocabulary are not available here", param=name)
 
 
 def _one_line(error: Exception) -> str:

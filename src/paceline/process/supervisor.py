@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paceline.config.engine import ModelConfig
+from paceline.config.models import ModelEntry, ModelSet
 from paceline.config.process import ProcessConfig
 from paceline.process import child as children
 from paceline.process import frames
@@ -22,6 +23,7 @@ from paceline.process.async_engine import AsyncEngine
 from paceline.process.channel import ChannelBroken, FrameReader, Rejects, make_header
 from paceline.process.child import EngineChild
 from paceline.process.client import EngineState, EngineUnavailable
+from paceline.process.questions import Numbers
 
 # How often an engine may be restarted: a number of times in a window, with growing pauses.
 
@@ -145,15 +147,18 @@ class EngineProcess:
         given: Mapping[str, Any],
         config: ProcessConfig,
         first: EngineChild | None = None,
+        further: ModelSet | None = None,
     ) -> None:
-        """`first` is a process that was started already, and waits for the model to load."""
-        self.client = AsyncEngine(config)
+        """`first` is a process that was started already, and waits for the model to load. `further`: the models where
+        there are several, or one that may sleep; its first is `model`."""
+        self._models = further or ModelSet(entries=[ModelEntry(model=model, given=given)])
+        numbers = Numbers()
+        self.clients = [AsyncEngine(config, number, numbers) for number in range(len(self._models.entries))]
+        self.client = self.clients[0]
         self._first = first
         self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
         self.on_loading: Callable[[frames.Loading | None], None] | None = None  # None: it has ended
         self.num_restarts = 0
-        self._model = model
-        self._given = dict(given)
         self._config = config
         self._budget = RestartBudget(config)
         self._incarnation = 0
@@ -184,19 +189,26 @@ class EngineProcess:
 
         Returns whether everything came to its end.
         """
-        self.client.refuse_new()
+        for client in self.clients:
+            client.refuse_new()
         until_s = time.monotonic() + timeout_s
-        while self.client.num_open and time.monotonic() < until_s:
+        while self._num_open and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)
-        finished = self.client.num_open == 0
-        self.client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
+        finished = self._num_open == 0
+        for client in self.clients:
+            client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
         return finished
+
+    @property
+    def _num_open(self) -> int:
+        return sum(client.num_open for client in self.clients)
 
     async def stop(self) -> None:
         """End the process, in whatever state it is. May be called twice."""
         self._is_stopping = True
-        self.client.refuse_new()
-        self.client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
+        for client in self.clients:
+            client.refuse_new()
+            client.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
         life = self._life
         if life is not None:
             life.link.send(frames.encode(frames.Stop()))
@@ -211,7 +223,8 @@ class EngineProcess:
             self._life.link.close()
             await self._life.child.kill()
             self._life = None
-        self.client.stopped()
+        for client in self.clients:
+            client.stopped()
         self._fail_ready("the server is shutting down", 0)
 
     # -- lives ---------------------------------------------------------------------------------------------
@@ -222,7 +235,7 @@ class EngineProcess:
         except Exception:  # an error of ours: no request may wait for an engine that is not watched
             _logger.exception("the engine is no longer watched")
             reason, exit_code = "the engine is no longer watched", 70
-            self.client.detach(reason)
+            self._detach(reason)
         assert self._ready is not None
         if not self._ready.done():
             self._fail_ready(reason, exit_code)
@@ -250,13 +263,13 @@ class EngineProcess:
         try:
             life = self._life = await self._begin()
         except OSError as error:
-            self.client.detach("the engine's process cannot be started")
+            self._detach("the engine's process cannot be started")
             return f"the engine's process cannot be started: {error}", 70
         try:
             reason = await self._watch(life)
         finally:
             life.link.close()  # whatever it still says comes too late
-        self.client.detach(reason or "the engine's process has ended")  # before anything that takes time
+        self._detach(reason or "the engine's process has ended")  # before anything that takes time
         if reason is not None:
             await life.child.dump_stacks()
         else:  # it has closed its end: it is gone, or about to be
@@ -265,6 +278,10 @@ class EngineProcess:
         await life.child.kill()
         self._life = None
         return _sentence(life, reason, ended)
+
+    def _detach(self, reason: str) -> None:
+        for client in self.clients:
+            client.detach(reason)
 
     async def _begin(self) -> Life:
         self._incarnation += 1
@@ -277,13 +294,18 @@ class EngineProcess:
             child.sock.close()
             child.kill_now()
             raise
-        self.client.attach(link)
+        for client in self.clients:
+            client.attach(link)
+        first, *others = self._models.entries
         configure = frames.Configure(
-            self._model,
-            self._given,
+            first.model,
+            dict(first.given),
             config.heartbeat_s,
             config.stats_interval_s,
             config.max_frame_bytes,
+            first.share,
+            [frames.FurtherModel(each.model, dict(each.given), each.share) for each in others],
+            self._models.memory_bytes,
         )
         link.send(frames.encode(configure))
         return Life(child, link, time.monotonic())
@@ -301,7 +323,8 @@ class EngineProcess:
             if life.child.exit_code is not None:
                 return None
             now_s = time.monotonic()
-            client.extend_deadline(max(0.0, now_s - looked_s - 2 * config.heartbeat_s))
+            for each in self.clients:
+                each.extend_deadline(max(0.0, now_s - looked_s - 2 * config.heartbeat_s))
             if not life.was_ready:
                 if now_s - life.started_s > config.ready_timeout_s:
                     return f"the model was not loaded within {config.ready_timeout_s:g} s"
@@ -311,29 +334,41 @@ class EngineProcess:
             if client.heartbeat_age_s > config.stuck_after_s:
                 if self.is_ready:
                     _logger.warning("the engine gave no sign of life for %g s", config.stuck_after_s)
-                client.mark_stuck()
+                for each in self.clients:
+                    each.mark_stuck()
 
-    def _on_frame(self, frame: frames.FromEngine) -> None:
+    def _on_frame(self, frame: frames.FromEngine, number: int = 0) -> None:
+        if isinstance(frame, frames.ForModel):
+            number = frame.model
+            frame = frames.decode_from_engine(frame.payload)
+        if not number < len(self.clients) or isinstance(frame, frames.ForModel):
+            self.client.rejects.undecodable += 1
+            return
+        for client in (
+            self.clients[:number] + self.clients[number + 1 :]
+        ):  # one process: a sign of life of all
+            client.on_heartbeat()
+        client = self.clients[number]
         if isinstance(frame, frames.Update):
-            self.client.on_update(frame)
+            client.on_update(frame)
             return
         if isinstance(frame, frames.Answer):
-            self.client.on_answer(frame)
+            client.on_answer(frame)
             return
         if isinstance(frame, frames.Log):
             _engine_logger.log(frame.level, "%s", frame.message, extra={"traceback": frame.traceback})
             return
-        self.client.on_heartbeat()
+        client.on_heartbeat()
         if self.on_loading is not None:
             self.on_loading(frame if isinstance(frame, frames.Loading) else None)
         life = self._life
         if life is None:
             return
         if isinstance(frame, frames.Ready):
-            life.was_ready = True
-            self.client.ready(frame.info)
+            client.ready(frame.info)
+            life.was_ready = all(each.state is EngineState.READY for each in self.clients)
             assert self._ready is not None
-            if not self._ready.done():
+            if life.was_ready and not self._ready.done():
                 self._ready.set_result(None)
         elif isinstance(frame, frames.LoadFailure | frames.Failed):
             life.failure = frame
@@ -346,7 +381,7 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        return self.client.state is EngineState.READY
+        return all(client.state is EngineState.READY for client in self.clients)
 
 
 def _sentence(life: Life, reason: str | None, ended: str) -> tuple[str, int]:

@@ -136,6 +136,16 @@ class CPURunner:
     def work(self) -> CPUWork:
         return self._compute.work()
 
+    @property
+    def compute(self) -> StepCompute:
+        return self._compute
+
+    def close(self) -> None:
+        """End the threads that compute, where they are the step's own."""
+        close = getattr(self._compute, "close", None)
+        if close is not None:
+            close()
+
     # -- the runner seam -----------------------------------------------------------------------------------
 
     def reset(self, full: StepPlan) -> None:

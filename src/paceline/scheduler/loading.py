@@ -58,7 +58,7 @@ class Loading:
         """For a request of whose blocks the device has the first `num_device`; None: there is nothing below."""
         state, costs = self._state, self._costs
         kv = state.kv
-        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
+        limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
         if costs is None or num_device >= limit or not self.tiers.has(request.keys[num_device]):
             return None
         below = self.tiers.look(request.keys, num_device, limit)
@@ -134,8 +134,8 @@ class Loading:
         state, costs = self._state, self._costs
         assert costs is not None
         kv = state.kv
-        num_device = kv.match(request.keys, request.num_tokens).num_blocks
-        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
+        num_device = kv.match(request.keys, request.num_sharable(kv.block_size)).num_blocks
+        limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
         below = self.tiers.look(request.keys, num_device, limit)
         if not below.num_disk:
             return

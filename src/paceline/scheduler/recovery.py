@@ -32,13 +32,15 @@ def full_plan(state: SchedulerState, decoding: NDArray[np.int64]) -> StepPlan:
         rows.collect(request)
         joins.append(Join(row, request, NO_ROW))
         for group in state.kv.groups:
-            start, end = int(group.first[row]), int(group.held[row])
-            delta.appends.append((row, group.index, start, group.table[row, start:end]))
+            delta.appends.append((row, group.index, int(group.first[row]), group.blocks_of(row)))
+        if state.kv.dropped[row]:
+            delta.drops[row] = int(state.kv.dropped[row]) * state.kv.block_size
     return StepPlan(
         seq=state.kv.submitted,
         full=True,
         joins=build_joins(state, joins)[0],
         new_blocks=delta.take()[0],
+        drops=delta.take_drops(),
         decode_rows=RowSet(added=decoding[rows.live[decoding]].astype(np.int32)),
     )
 
@@ -69,7 +71,22 @@ def start_over(state: SchedulerState) -> None:
     state.leaves, state.joins = [], []
 
 
-def _restart(state: SchedulerState, row: int, took_part: bool) -> None:
+def let_go(state: SchedulerState) -> None:
+    """The runner's memory goes, on the device and on the host: no request keeps a row, a block or a place."""
+    assert not state.flights, "no step is under way"
+    kv = state.kv
+    kv.abandon()
+    state.rows.complete(kv.submitted)
+    for row in np.flatnonzero(state.rows.live).tolist():
+        _restart(state, row, False, Rule.SLEEP)
+    for request in [each for each in state.requests.values() if each.host_places]:
+        forget_places(state, request)
+    kv.reset_cache()
+    kv.delta = KVDelta()
+    state.leaves, state.joins = [], []
+
+
+def _restart(state: SchedulerState, row: int, took_part: bool, rule: Rule = Rule.STEP_FAILED) -> None:
     rows = state.rows
     request = rows.requests[row]
     assert request is not None
@@ -89,7 +106,7 @@ def _restart(state: SchedulerState, row: int, took_part: bool) -> None:
     if request.state is RequestState.BLOCKED:  # was being swapped in
         request.blocked = None
         request.move(RequestState.RUNNING)
-    state.decide(DecisionKind.PREEMPT, request, Rule.STEP_FAILED, int(rows.computed[row]))
+    state.decide(DecisionKind.PREEMPT, request, rule, int(rows.computed[row]))
     state.kv.release(row)
     request.reserved = False
     request.num_computed = 0

@@ -40,7 +40,7 @@ from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownReque
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.recovery import full_plan, start_over
+from paceline.scheduler.recovery import full_plan, let_go, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
@@ -414,6 +414,15 @@ class Scheduler:
     def set_adapter(self, number: int, identity: str) -> None:
         """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
         self._input(inputs.SetAdapter(number=number, identity=identity))
+        if identity:
+            self.state.adapters.register(number, identity)
+        else:
+            self.state.adapters.forget(number)
+
+    def adapter_read(self, number: int, *, failed: bool = False) -> None:
+        """What was ordered is in memory, or cannot be."""
+        self._input(inputs.AdapterRead(number=number, failed=failed))
+        self.state.adapters.arrived(number, failed=failed)
 
     def restore(
         self,
@@ -488,6 +497,12 @@ class Scheduler:
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
 
+    def sleep(self) -> None:
+        """The runner is let go of, with all its memory. Only while no step is under way."""
+        self._input(inputs.Sleep())
+        let_go(self.state)
+        self.composer.forget()
+
     def shrink(self) -> bool:
         """Memory ran out in a step: for a while half as many rows. False if there was one left only."""
         self._input(inputs.Shrink())
@@ -526,6 +541,8 @@ class Scheduler:
         self._note(inputs.AddRequest.of(request, together))
         state.counters.added += 1
         state.requests[request.id] = request
+        if request.adapter:
+            state.adapters.add_request(request.adapter)
         state.enqueue(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:

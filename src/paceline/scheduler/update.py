@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.events import DecisionKind, LogprobEvent, Rule, TokenEvents
 from paceline.core.fast import all_set, any_set, count_set, has_either, total
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
-from paceline.core.request import FinishReason, Request, RequestId, RequestState
+from paceline.core.request import FinishReason, Request, RequestId, RequestState, account_of
 from paceline.kv.swap import NO_OWNER, Ticket
 from paceline.scheduler import steering
 from paceline.scheduler.recovery import forget_places
@@ -197,6 +197,12 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
     except Exception as error:
         state.fail(request, error)
         return
+    if request.sampling.prompt_cache_s is not None:
+        keys = request.keys[: request.num_prompt // state.kv.block_size]
+        state.wishes.keep(account_of(request.tenant), keys, request.sampling.prompt_cache_s)
+    if request.sampling.cache_share < 1.0:
+        share = request.sampling.cache_share
+        state.wishes.hold_to_share(account_of(request.tenant), request.keys, share)
     state.close(request, reason, detail)
 
 

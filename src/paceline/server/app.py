@@ -27,7 +27,13 @@ from paceline.server.http.request_headers import HostCheck
 from paceline.server.live.feed import Feed, watch_routes
 from paceline.server.live.page_files import PAGE, page_routes
 from paceline.server.metrics.batching import BatchingMetrics
-from paceline.server.metrics.prometheus_page import Facts, LabelledFacts, MetricsPage, name_prefix
+from paceline.server.metrics.prometheus_page import (
+    Facts,
+    LabelledFacts,
+    MetricsPage,
+    ModelFigures,
+    name_prefix,
+)
 from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
 from paceline.server.request_log import RequestLog
 
@@ -51,7 +57,8 @@ class Api:
     """What is there once a model is loaded."""
 
     routes: Sequence[Route]
-    model_name: str
+    model_name: str  # of the first
+    models: Sequence[tuple[str, EngineClient]] = ()  # all of them, by name
     recent: RecentRequests = field(default_factory=RecentRequests)
     is_full: Callable[[], bool] = lambda: False
     gauges: Facts = list  # more than the application knows of
@@ -110,6 +117,8 @@ class Application:
     def become_ready(self, api: Api) -> None:
         """The API is there: from now on requests are taken."""
         self.metrics.model_name = api.model_name
+        if len(api.models) > 1:
+            self._count_by_model(api.models)
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
@@ -118,6 +127,17 @@ class Application:
         api.recent.keeps_words = self.may_show_prompts
         self.main.table = RouteTable([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
+
+    def _count_by_model(self, models: Sequence[tuple[str, EngineClient]]) -> None:
+        observe = self._config.observe
+        slo = Times(observe.slo_e2e_ms, observe.slo_ttft_ms, observe.slo_itl_ms)
+        figures = []
+        for place, (name, client) in enumerate(models):
+            requests = RequestMetrics(slo)
+            batching = BatchingMetrics(client, requests) if place else self.batching
+            figures.append(ModelFigures(name, client, requests, batching))
+        self.metrics.models = figures
+        self.log.count_by_model({each.name: each.requests for each in figures})
 
     def replace_keys(self, keyring: Keyring) -> None:
         """Other keys from now on. What is under way keeps the rights it came with."""

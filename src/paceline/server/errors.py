@@ -22,6 +22,7 @@ from paceline.errors import (
     NeverFits,
     PacelineError,
     QueueFull,
+    SleepRefused,
     UnknownRequest,
 )
 from paceline.process.client import EngineUnavailable
@@ -233,6 +234,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "model_not_found": (404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": (404, MISSING, "This key has sent no such request lately."),
     "request_ended": (409, BAD, "This request has ended."),
+    "sleep_refused": (409, BAD, "This model cannot be put to sleep."),
     "request_busy": (409, BAD, "This request cannot be changed at this moment; try again.", 1),
     # Files and batches.
     "invalid_multipart": (400, BAD, "The request body is not the form it says it is."),
@@ -253,6 +255,12 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "numerical_error": (500, OURS, NOT_FINITE),
     "grammar_error": (500, OURS, "The answer could not go on as its form demands."),
     "starting": (503, OURS, "The model is being loaded; try again in a moment.", 2),
+    "model_unavailable": (
+        503,
+        OURS,
+        "This model could not be woken; an operator can try again: POST /v1/models/{id}/wake.",
+        5,
+    ),
     "engine_unavailable": (503, OURS, "The engine is not available; try again later.", 5),
     "queue_timeout": (503, OURS, "The request waited too long for its turn; try again later.", 5),
     "shutting_down": (503, OURS, "The server is shutting down; try again later.", 5),
@@ -266,7 +274,7 @@ CATALOGUE = {code: CatalogueEntry(*entry) for code, entry in _ENTRIES.items()}
 # Whose words are ours and meant for the client.
 _SPEAKING = (
     *(InvalidRequest, QueueFull, QueueTimeout, DeadlineExceeded, DeadlineInfeasible),
-    *(GenerationFailed, UnsupportedRoute, InvalidTransition),
+    *(GenerationFailed, UnsupportedRoute, InvalidTransition, SleepRefused),
     LedgerUnavailable,
 )
 _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}

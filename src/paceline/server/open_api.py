@@ -6,11 +6,12 @@ Runs beside the engine's loading, in a thread, and imports what is heavy only th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config.engine import ModelConfig
+from paceline.config.models import ModelEntry
 from paceline.config.server import ApiConfig
 from paceline.errors import ConfigError
 from paceline.process.client import EngineClient
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.server.batches.batches import BatchSettings
     from paceline.server.billing.billing import Billing
     from paceline.server.generate.admission import Admission
+    from paceline.server.generate.service import Service
 
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
@@ -38,68 +40,100 @@ def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name if is_local else model.model, name, name.removesuffix(".gguf"))))
 
 
-def open_api(
-    model: ModelConfig,
+def names_of(entries: Sequence[ModelEntry], config: ApiConfig) -> list[tuple[str, ...]]:
+    """What requests may call each model. Raises ConfigError where two would have one name."""
+    found = [
+        (entry.share.name,) if entry.share.name else model_names(entry.model, config) for entry in entries
+    ]
+    taken: set[str] = set()
+    for names in found:
+        twice = taken.intersection(names)
+        if twice:
+            raise ConfigError(f"two models have the name {min(twice)!r:.100}; give them names in --models")
+        taken.update(names)
+    return found
+
+
+def open_service(
+    entry: ModelEntry,
+    names: tuple[str, ...],
     config: ApiConfig,
     client: EngineClient,
+    observer: Observer,
+    billing: Billing,
+    by_tenant: dict[str, int],
+) -> Service:
+    """The text side of one model, and the service around it and its engine."""
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
+    from paceline.server.api.limits import SERVER_LIMITS
+    from paceline.server.generate.service import ServedModel, Service, ServiceSettings
+    from paceline.text.tokenizer import Tokenizer
+
+    model = entry.model
+    if model.skip_tokenizer_init:
+        raise ConfigError("a server needs the tokenizer; leave --skip-tokenizer-init out")
+    path = resolve(model.model, model.revision, model.download_dir)
+    checkpoint = open_checkpoint(path, load_format=model.load_format)
+    check_adapters(model, names)
+    if model.tokenizer is None:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    else:
+        tokenizer = Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
+    served = ServedModel(names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=model.seed)
+    settings = ServiceSettings(
+        limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),
+        strict_fields=config.strict_fields,
+        max_queue=config.max_waiting_requests,
+        max_queued_tokens=config.max_waiting_tokens,
+        request_timeout_s=config.request_timeout_s,
+        queue_timeout_s=config.queue_timeout_s,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        max_thinking_tokens=config.max_thinking_tokens,
+        lora_dir=model.lora_dir,
+    )
+    return Service(client, served, settings, observer=observer, billing=billing, by_tenant=by_tenant)
+
+
+def open_api(
+    models: Sequence[tuple[ModelEntry, EngineClient]],
+    config: ApiConfig,
     observer: Observer,
     billing: Billing,
     batch_settings: BatchSettings,
 ) -> Callable[[], Api]:
     """What makes the API, to be called in a thread."""
+    all_names = names_of([entry for entry, _ in models], config)
 
     def build() -> Api:
-        from paceline.models.files.fetch import resolve
-        from paceline.models.files.open import open_checkpoint
         from paceline.server.api.batch_routes import BatchApi, batch_routes, file_routes
-        from paceline.server.api.limits import SERVER_LIMITS
         from paceline.server.api.routes import routes
         from paceline.server.batches.batches import open_batches
-        from paceline.server.generate.service import ServedModel, Service, ServiceSettings
-        from paceline.text.tokenizer import Tokenizer
 
-        if model.skip_tokenizer_init:
-            raise ConfigError("a server needs the tokenizer; leave --skip-tokenizer-init out")
-        path = resolve(model.model, model.revision, model.download_dir)
-        checkpoint = open_checkpoint(path, load_format=model.load_format)
-        names = model_names(model, config)
-        check_adapters(model, names)
-        if model.tokenizer is None:
-            tokenizer = Tokenizer.from_checkpoint(checkpoint)
-        else:
-            tokenizer = Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
-        served = ServedModel(
-            names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=model.seed
-        )
-        settings = ServiceSettings(
-            limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),
-            strict_fields=config.strict_fields,
-            max_queue=config.max_waiting_requests,
-            max_queued_tokens=config.max_waiting_tokens,
-            request_timeout_s=config.request_timeout_s,
-            queue_timeout_s=config.queue_timeout_s,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            max_thinking_tokens=config.max_thinking_tokens,
-            lora_dir=model.lora_dir,
-        )
-        service = Service(client, served, settings, observer=observer, billing=billing)
-        batches = open_batches(service, routes(service), batch_settings)
+        by_tenant: dict[str, int] = {}
+        service, *further = services = [
+            open_service(entry, names, config, client, observer, billing, by_tenant)
+            for (entry, client), names in zip(models, all_names, strict=True)
+        ]
+        batches = open_batches(service, routes(service, further=further), batch_settings, further)
         of_batches = None
         if batches is not None:
             api, strict = BatchApi(batches), config.strict_fields
-            of_batches = [*file_routes(api), *batch_routes(api, settings.limits, strict=strict)]
+            of_batches = [*file_routes(api), *batch_routes(api, service.settings.limits, strict=strict)]
 
         def close() -> None:
-            service.close()
+            for each in services:
+                each.close()
             billing.close()
 
         return Api(
-            routes=routes(service, of_batches),
-            model_name=names[0],
+            routes=routes(service, of_batches, further),
+            model_name=service.model.names[0],
+            models=tuple((each.model.names[0], each.client) for each in services),
             recent=service.recent,
-            is_full=lambda: service.admission.is_full,
-            gauges=lambda: [*admission_gauges(service.admission), *billing.gauges()],
+            is_full=lambda: all(each.admission.is_full for each in services),
+            gauges=lambda: [*admission_gauges([each.admission for each in services]), *billing.gauges()],
             labelled=list if batches is None else batches.figures,
             background=() if batches is None else (batches,),
             close=close,
@@ -117,9 +151,11 @@ def check_adapters(model: ModelConfig, names: tuple[str, ...]) -> None:
         raise ConfigError(f"--lora-dir {model.lora_dir}: there is no such folder; make it first")
 
 
-def admission_gauges(admission: Admission) -> list[tuple[str, str, float]]:
+def admission_gauges(admissions: Sequence[Admission]) -> list[tuple[str, str, float]]:
     """What is taken of the places and of the room for prompts."""
+    taken = sum(each.places_taken for each in admissions)
+    waiting = sum(each.tokens_waiting for each in admissions)
     return [
-        ("admission_places_taken", "Answers asked for that are not over.", admission.places_taken),
-        ("admission_tokens_waiting", "Prompt tokens without a first token.", admission.tokens_waiting),
+        ("admission_places_taken", "Answers asked for that are not over.", taken),
+        ("admission_tokens_waiting", "Prompt tokens without a first token.", waiting),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.process.client import EngineClient
@@ -32,18 +32,40 @@ class RequestLog:
         self._writes_lines = writes_lines
         self._ended: dict[str, list[RequestRecord]] = {}  # generations of requests that still run
         self.on_finished: Callable[[RequestRecord], None] = lambda record: None  # called at every end
+        self._by_model: Mapping[str, RequestMetrics] = {}
         # Every update passes these checks, without a pause.
         self.first_token = requests.first_token
         self.tokens = requests.tokens
 
     # ------------------------------------------------------------ generations
 
+    def count_by_model(self, metrics: Mapping[str, RequestMetrics]) -> None:
+        """Several models are served: each has figures of its own beside those of all."""
+        total = self._requests
+
+        def first_token(record: RequestRecord) -> None:
+            metrics[record.model].first_token(record)
+            total.first_token(record)
+
+        def tokens(record: RequestRecord, count: int, time_s: float) -> None:
+            last_s = record.last_token_s
+            metrics[record.model].tokens(record, count, time_s)
+            record.last_token_s = last_s
+            total.tokens(record, count, time_s)
+
+        self._by_model = metrics
+        self.first_token, self.tokens = first_token, tokens
+
     def started(self, record: RequestRecord) -> None:
         self._requests.started(record)
+        if self._by_model:
+            self._by_model[record.model].started(record)
         self._ended.setdefault(record.id, [])
 
     def finished(self, record: RequestRecord) -> None:
         self._requests.finished(record)
+        if self._by_model:
+            self._by_model[record.model].finished(record)
         self._ended.setdefault(record.id, []).append(record)
         self.on_finished(record)
 

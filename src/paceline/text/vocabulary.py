@@ -1,16 +1,20 @@
-"""The tokens of a model as guides see them."""
+"""The tokens of a tokenizer as guides need them."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidRequest
-from paceline.guide.matcher import Vocabulary
-from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.guide.matcher import Vocabulary
+    from paceline.text.tokenizer import Tokenizer
 
 
 def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
-    """What guides need to know of a tokenizer; None: there is none."""
+    from paceline.guide.matcher import Vocabulary
+
     table = None if tokenizer is None else tokenizer.table
     if tokenizer is None or table is None:
         raise InvalidRequest(

@@ -46,7 +46,7 @@ HTTP_HOOKS = {
     "metrics finished": "paceline.server.metrics.requests:_values_of",
 }
 ENGINE_HOOKS = {
-    "engine validate": "paceline.process.service:EngineService._tokens",
+    "engine validate": "paceline.process.model_service:ModelService._tokens",
     "engine sampling": "paceline.process.frames:Sampling.params",
     "engine add": "paceline.scheduler.scheduler:Scheduler.add",
     "keys": "paceline.engine.prefix_keys:PrefixKeyHooks.new_keys",

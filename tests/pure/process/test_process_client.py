@@ -30,7 +30,7 @@ from paceline.errors import (
     QueueFull,
     UnknownAdapter,
 )
-from paceline.process import async_engine, frames
+from paceline.process import frames, questions
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineState, EngineStats, EngineUnavailable, Explanation
 from paceline.process.supervisor import RestartBudget
@@ -334,7 +334,7 @@ def test_an_engine_that_is_lost_answers_every_request() -> None:
 
 
 def test_no_request_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(questions, "PATIENCE_S", 0.01)
 
     async def test() -> None:
         client, _ = connected()
@@ -347,7 +347,7 @@ def test_no_request_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_so_many_ask_at_a_time() -> None:
     async def test() -> None:
         client, _ = connected()
-        asked = [asyncio.ensure_future(client.explain(7)) for _ in range(async_engine.MOST_QUESTIONS)]
+        asked = [asyncio.ensure_future(client.explain(7)) for _ in range(questions.MOST_QUESTIONS)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="too many questions"):
             await client.explain(7)
@@ -355,7 +355,7 @@ def test_only_so_many_ask_at_a_time() -> None:
         await asyncio.gather(asked[0], return_exceptions=True)
         again = asyncio.ensure_future(client.explain(8))
         await asyncio.sleep(0)
-        client.on_answer(answer(async_engine.MOST_QUESTIONS + 1, DECISION))
+        client.on_answer(answer(questions.MOST_QUESTIONS + 1, DECISION))
         assert await again == ([DECISION], True)
         for one in asked[1:]:
             one.cancel()
@@ -412,7 +412,7 @@ def test_what_cannot_be_loaded_leaves_the_name_as_it_was(monkeypatch: pytest.Mon
         client.on_answer(frames.AdapterLoaded(2, 2, None, why))
         with pytest.raises(InvalidAdapter, match="it has no tensors"):
             await asked
-        monkeypatch.setattr(async_engine, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(questions, "PATIENCE_S", 0.01)
         with pytest.raises(EngineUnavailable):
             await client.load_adapter("poet", "/adapters/slow")
         assert sender.sent[-1] == frames.UnloadAdapter(3), "should it be read after all"

@@ -16,7 +16,7 @@ from paceline.errors import InvalidRequest
 from paceline.factory import build_scheduler
 from paceline.process import frames
 from paceline.process.client import PolicyChange
-from paceline.process.service import steer, steering_of
+from paceline.process.model_service import steer, steering_of
 from paceline.scheduler.scheduler import Scheduler
 from tests.pure.engine.engine_helpers import engine_config
 from tests.pure.process.test_process_client import FakeSender, connected

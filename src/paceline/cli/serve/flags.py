@@ -5,17 +5,16 @@ Everything is checked before anything heavy is imported; running the server is i
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.cli.command import Command, CommandOption, whole_number
+from paceline.cli.command import Command, CommandOption
 from paceline.cli.flags import engine_options
+from paceline.cli.serve.yaml_values import mapping_of, number, public_name, read_values
 from paceline.config.options import flag_of, from_values, option, pick
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
@@ -29,7 +28,7 @@ def merged(
     given: Mapping[str, Any], options: Iterable[CommandOption], environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """The values of all options that were given anywhere, by field name."""
-    specs = {each.name: each.spec for each in options}
+    specs = {each.name: each.spec for each in options if not each.is_argument}
     values = _from_environment(specs, environment)
     path = given.get("config") or values.get("config")
     if path is not None:
@@ -37,14 +36,10 @@ def merged(
     return values | {name: value for name, value in given.items() if value is not None}
 
 
-def _public_name(spec: Field[Any]) -> str:
-    return flag_of(spec).removeprefix("--").replace("-", "_")
-
-
 def _from_environment(specs: Mapping[str, Field[Any]], environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, spec in specs.items():
-        variable = PREFIX + _public_name(spec).upper()
+        variable = PREFIX + public_name(spec).upper()
         text = environment.get(variable, "")
         if text:
             values[name] = _read(text, spec, variable)
@@ -60,7 +55,7 @@ def _read(text: str, spec: Field[Any], variable: str) -> Any:
     if kind is str:
         return text
     try:
-        return _number(text, kind)
+        return number(text, kind)
     except ValueError:
         whole = "whole " if kind is int else ""
         raise ConfigError(
@@ -69,50 +64,8 @@ def _read(text: str, spec: Field[Any], variable: str) -> Any:
         ) from None
 
 
-def _number(text: str, kind: type) -> float:
-    """A number as it is written on the command line, in the environment or in a file."""
-    return whole_number(text) if kind is int else float(text)
-
-
 def _from_file(path: Path, specs: Mapping[str, Field[Any]]) -> dict[str, Any]:
-    names = {_public_name(spec): name for name, spec in specs.items()} | {name: name for name in specs}
-    values: dict[str, Any] = {}
-    for key, value in _mapping(path).items():
-        name = names.get(str(key).replace("-", "_").removeprefix("__"))
-        if name is None or name == "config":
-            close = difflib.get_close_matches(str(key).replace("-", "_"), names, 1)
-            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
-            raise ConfigError(f"--config {path}: there is no option {str(key)!r:.80}{hint}")
-        kind = specs[name].metadata["kind"]
-        if isinstance(value, list) and kind is str:
-            value = ",".join(str(item) for item in value)
-        if kind in (int, float) and type(value) in (str, int):  # true is no number
-            with suppress(ValueError):
-                value = _number(str(value), kind)
-        is_wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        if value is not None and is_wrong:
-            wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-            raise ConfigError(f"--config {path}: {key} must be {wanted}, not {value!r:.80}")
-        values[name] = value
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _mapping(path: Path) -> Mapping[Any, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config {path} is not a YAML file: {' '.join(str(error).split())[:200]}"
-        ) from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path} must hold options as 'name: value' lines")
-    return found
+    return read_values(mapping_of(path, "--config"), specs, f"--config {path}")
 
 
 HELP = """
@@ -121,6 +74,7 @@ Serve a model over HTTP with the OpenAI API.
   paceline serve
   paceline serve org/model --port 9000
   paceline serve ./folder --host 0.0.0.0 --api-keys-file keys.jsonl
+  paceline serve org/model org/other
   paceline serve --config server.yaml
 
 An option is read from the command line, else from the environment (PACELINE_PORT for --port), else from --config.
@@ -139,7 +93,16 @@ class ServeOptions:
 
     PANEL: ClassVar = "Server"
 
-    named_model: str | None = option(None, "the model; same as --model", argument=True, metavar="MODEL")
+    named_models: tuple[str, ...] | None = option(
+        None,
+        "the model, same as --model; several share the device",
+        kind=tuple,
+        argument=True,
+        metavar="MODEL",
+    )
+    models: str | None = option(
+        None, "YAML file with several models and their shares", basic=True, metavar="FILE"
+    )
     config: str | None = option(None, "YAML file with options", basic=True, metavar="FILE")
 
 
@@ -158,11 +121,11 @@ def _serve(given: Mapping[str, Any]) -> None:
     for name, reason in REFUSED.items():
         if values.get(name):
             raise InputError(reason)
-    named = values.pop("named_model", None)
-    if named is not None:
-        if values.get("model") not in (None, named):
+    named, listed = values.pop("named_models", None) or [], values.pop("models", None)
+    if len(named) == 1 and listed is None:
+        if values.get("model") not in (None, named[0]):
             raise InputError("the model is given twice; give it once, by its place or with --model")
-        values["model"] = named
+        values["model"] = named[0]
     config = ServerConfig(
         **pick(ServerConfig, values),
         api=from_values(ApiConfig, values),
@@ -172,6 +135,15 @@ def _serve(given: Mapping[str, Any]) -> None:
     )
     process = from_values(ProcessConfig, values)
     engine = engine_options(values)
+    models = None
+    if len(named) > 1 or listed is not None:
+        from paceline.cli.serve.models_file import models_of
+
+        if values.get("model") is not None or (named and listed):
+            raise InputError("models are given twice; give them once, by their places or with --models")
+        models = models_of(named, listed, engine)
+        if config.api.model_names:
+            raise InputError("--served-model-name names one model; name several in the file of --models")
 
     from paceline.cli.serve.run import run_server
 
@@ -180,7 +152,7 @@ def _serve(given: Mapping[str, Any]) -> None:
 
         check_run_log(values["run_log"])
 
-    code = run_server(config, process, engine)
+    code = run_server(config, process, engine, models)
     sys.stdout.flush()
     if code:
         raise SystemExit(code)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.cli.serve.view import card_lines, show_card
-from paceline.config.engine import ModelConfig
+from paceline.cli.serve.view import card_lines, further_line, show_card
+from paceline.config.models import ModelSet
 from paceline.config.server import ServerConfig
 from paceline.process.client import EngineInfo
 from paceline.process.supervisor import EngineProcess
@@ -25,13 +25,13 @@ from paceline.server.http.listener import Listener
 from paceline.server.lifecycle import Server
 from paceline.server.logs import LogOutput
 from paceline.server.metrics.tracing import Tracing
-from paceline.server.open_api import model_names, open_api
+from paceline.server.open_api import names_of, open_api
 from paceline.version import __version__
 
 
 def build_server(
     config: ServerConfig,
-    model: ModelConfig,
+    models: ModelSet,
     engine: EngineProcess,
     keyring: Keyring,
     sockets: Sequence[socket.socket],
@@ -45,7 +45,12 @@ def build_server(
     if tracing is not None:
         tracing.model_name = lambda: app.metrics.model_name
         app.log.on_finished, app.more_counters = tracing.finished, tracing.figures
-    app.on_weights = engine.client.set_weights
+
+    def set_weights(weights: Mapping[str, float]) -> None:
+        for client in engine.clients:
+            client.set_weights(weights)
+
+    app.on_weights = set_weights
     app.status.hindrance = lambda: billing.hindrance
     billing.report()
     uses_tls = config.ssl_certfile is not None
@@ -56,18 +61,23 @@ def build_server(
     batches = BatchSettings(
         config=config.batches, max_line_bytes=config.max_body_bytes, callers=app.caller_of
     )
-    build = open_api(model, config.api, engine.client, app.log, billing, batches)
+    served = list(zip(models.entries, engine.clients, strict=True))
+    build = open_api(served, config.api, app.log, billing, batches)
 
     async def open_in_thread() -> Api:
         return await asyncio.get_running_loop().run_in_executor(None, build)
 
     def show(info: EngineInfo) -> None:
         base, metrics, options = _urls(config, listeners)
-        names = model_names(model, config.api)
+        first, *further = names_of(models.entries, config.api)
         lines = card_lines(
             info,
             version=__version__,
-            names=names,
+            names=first,
+            further=[
+                further_line(names[0], client.info, entry.share)
+                for names, (entry, client) in zip(further, served[1:], strict=True)
+            ],
             base_url=base,
             metrics_url=metrics,
             curl_options=options,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.models import ModelEntry, ModelSet
 from paceline.config.process import ProcessConfig
 from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
@@ -31,29 +32,28 @@ class EngineNotStarted(PacelineError):
     exit_code = 70
 
 
-def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any]) -> int:
-    """Serve until a signal stops it; returns the exit code."""
+def run_server(
+    config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any], models: ModelSet | None = None
+) -> int:
+    """Serve until a signal stops it; returns the exit code. `models`: where there are several, instead of `engine`."""
     from paceline.llm.arguments import split_arguments
-    from paceline.models.files.fetch import bring_here, find
+    from paceline.models.files.fetch import bring_here
     from paceline.text.reasoning import named_reasoning
     from paceline.text.tools.formats import named_format
 
     # Names that there are not are refused before anything is loaded; which row they mean, the template tells later.
     named_format(config.api.tool_call_parser, "")
     named_reasoning(config.api.reasoning_parser, "")
-    model, given = split_arguments(None, engine)
-    find(model.model)
-    with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
-        print(
-            f"paceline {__version__}: loading {model.model or 'SmolLM2-135M-Instruct'} ...",
-            file=sys.stderr,
-            flush=True,
-        )
+    if models is None:
+        model, given = split_arguments(None, engine)
+        models = ModelSet(entries=[ModelEntry(model=model, given=given)])
+    _check_models(models, config)
 
     _set_process_limits(config)
     child = _start_engine()
     try:
-        bring_here(model.model, model.revision, model.download_dir)
+        for entry in models.entries:
+            bring_here(entry.model.model, entry.model.revision, entry.model.download_dir)
 
         import uvloop
 
@@ -77,14 +77,14 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         from paceline.cli.serve.view import LoadingLine
         from paceline.process.supervisor import EngineProcess
 
-        running = EngineProcess(model, given, process, child)
+        running = EngineProcess(models.entries[0].model, {}, process, child, models)
         running.on_loading = LoadingLine(sys.stderr).show
         await running.start()
         await asyncio.sleep(0)  # the engine gets its model before this process is busy importing
 
         from paceline.cli.serve.parts import build_server
 
-        server, listeners = build_server(config, model, running, keyring, sockets, output, billing, tracing)
+        server, listeners = build_server(config, models, running, keyring, sockets, output, billing, tracing)
         return await server.run(listeners)
 
     try:
@@ -101,6 +101,21 @@ def run_server(config: ServerConfig, process: ProcessConfig, engine: Mapping[str
         output.finish()
         for bound in sockets:
             bound.close()
+
+
+def _check_models(models: ModelSet, config: ServerConfig) -> None:
+    """Models that there are not, or that have one name, are refused before anything is loaded."""
+    from paceline.models.files.fetch import find
+
+    for entry in models.entries:
+        find(entry.model.model)
+    if not models.is_one:
+        from paceline.server.open_api import names_of
+
+        names_of(models.entries, config.api)
+    names = ", ".join(entry.model.model or "SmolLM2-135M-Instruct" for entry in models.entries)
+    with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
+        print(f"paceline {__version__}: loading {names} ...", file=sys.stderr, flush=True)
 
 
 def _start_engine() -> EngineChild:

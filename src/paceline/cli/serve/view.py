@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from paceline.cli.terminal import is_dumb
+from paceline.config.models import ModelShare
 from paceline.process.client import EngineInfo
 from paceline.process.frames import Loading
 
@@ -28,6 +29,7 @@ def card_lines(
     metrics_url: str,
     curl_options: str = "",
     needs_key: bool,
+    further: Sequence[Line] = (),
 ) -> list[Line]:
     """Label and value of each line."""
     tokens = info.usable_blocks * info.block_size
@@ -37,6 +39,7 @@ def card_lines(
     lines = [
         ("paceline", version),
         ("model", names[0] + also),
+        *further,
         (
             "runs on",
             f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}{made}, loaded in {info.load_s:.1f} s",
@@ -57,6 +60,15 @@ def card_lines(
     lines += [("note", notice) for notice in info.notices]
     lines.append(("try", curl_line(base_url, names[0], curl_options, needs_key=needs_key)))
     return lines
+
+
+def further_line(name: str, info: EngineInfo, share: ModelShare) -> Line:
+    """The line of a model beside the first one."""
+    tokens = info.usable_blocks * info.block_size
+    return (
+        "and",
+        f"{name}: weights {_size(info.weight_bytes)}, KV cache of {tokens:,} tokens, share {share.share:g}",
+    )
 
 
 def _kernels(info: EngineInfo) -> list[Line]:

@@ -366,7 +366,9 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.Restored: lambda scheduler, places, keys, uses, learned: scheduler.restore(
         places, [BlockKey(key, b"") for key in keys], uses, learned
     ),
+    inputs.AdapterRead: lambda scheduler, number, failed: scheduler.adapter_read(number, failed=failed),
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
+    inputs.Sleep: Scheduler.sleep,
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,
 }

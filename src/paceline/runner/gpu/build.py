@@ -30,6 +30,7 @@ from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
@@ -97,8 +98,9 @@ def choose_gpu_sizes(
     device: torch.device,
     dtype: torch.dtype,
     head: HeadFiles | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `head` makes drafts."""
+    """`given` completed: every size the engine's config needs. `head` makes drafts; `adapters` have their own room."""
     sizes = dict(given)
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
@@ -118,13 +120,21 @@ def choose_gpu_sizes(
         buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
         if head is not None:
             buffers += _head_bytes(head.spec, sizes, dtype)
+        if adapters is not None:
+            slots = sizes["max_num_seqs"]
+            buffers += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
+        if model.kv_memory_part < 1 and model.kv_cache_memory_bytes is None:
+            raise ConfigError("several models on one GPU need kv_cache_memory_bytes for each of them")
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
+            taken, options = (
+                ("buffers", "") if adapters is None else ("buffers and adapters", "--max-loras, ")
+            )
             raise ConfigError(
-                f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to buffers and "
+                f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to {taken} and "
                 f"{max(memory, 0) / GIB:.1f} are left for the KV cache: raise --gpu-memory-utilization, or lower "
-                "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+                f"{options}--max-num-seqs, --max-num-batched-tokens or --max-model-len"
             )
         sizes["num_blocks"] = memory // per_block
     if model.kv_offloading_size:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,49 @@ from typing import Any
 import msgspec
 
 from paceline.core.sampling import SamplingParams
+from paceline.core.standing import Standing
 from paceline.errors import InvalidAdapter, InvalidRequest
 from paceline.models.files.adapter import folder_below
 from paceline.models.files.sampling_defaults import described_sampling
-from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, list_of, map_of, text, whole
+from paceline.process.client import EngineUnavailable
+from paceline.server.api.by_model import service_named
+from paceline.server.api.fields import (
+    FLAG,
+    Field,
+    FieldTable,
+    choice_of,
+    ignored_header,
+    list_of,
+    map_of,
+    read_query,
+    text,
+    whole,
+)
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import LARGEST, messages_kind, model_field, template_fields
 from paceline.server.api.openai_requests import ParsedBody, checked_model, template_options
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
-from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
+from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.service import INLINE_CHARS, Service
 
 
-def model_routes(service: Service) -> list[Route]:
+def model_routes(services: Sequence[Service]) -> list[Route]:
     async def list_all(call: Call) -> Answer:
-        cards = [_card(name, service) for name in (*service.model.names, *service.client.adapters)]
+        cards = [
+            _card(name, service)
+            for service in services
+            for name in (*service.model.names, *service.client.adapters)
+            if service.may_use(call.caller, name)
+        ]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def show(call: Call) -> Answer:
+        service = service_named(services, call.path["id"])
         name = checked_model(call.path["id"], service.facts)
+        service.check_model(call.caller, name)
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     return [
@@ -54,10 +77,66 @@ def _card(name: str, service: Service) -> dict[str, Any]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(model.created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "paceline": {
+            "standing": service.client.stats.standing,
             "default_sampling": described_sampling(model.generation),
             **({} if adapter is None else {"adapter": {"identity": adapter.identity, "rank": adapter.rank}}),
         },
     }
+
+
+# POST /v1/models/{id}/sleep and /wake; on a server of one model also vLLM's /sleep, /wake_up and /is_sleeping.
+
+
+SLEEP, WAKE = "/v1/models/{id:path}/sleep", "/v1/models/{id:path}/wake"
+ABORT, WAIT = "abort", "wait"
+LOOK_S = 0.02
+
+
+def sleep_routes(services: Sequence[Service]) -> list[Route]:
+    def service_of(call: Call) -> Service:
+        return service_named(services, call.path["id"]) if "id" in call.path else services[0]
+
+    async def sleep(call: Call) -> Answer:
+        service = service_of(call)
+        query = read_query(call.query, ("level", "mode"))
+        level = int(choice_of(query, "level", ("1", "2")) or 1)
+        mode = choice_of(query, "mode", (ABORT, WAIT))
+        await service.client.rest(level, aborts=mode == ABORT)
+        return _standing(service)
+
+    async def wake(call: Call) -> Answer:
+        service = service_of(call)
+        standing = await service.client.rest(0)
+        while standing is Standing.WAKING:
+            await asyncio.sleep(LOOK_S)
+            standing = service.client.stats.standing
+        if standing is not Standing.AWAKE:
+            raise EngineUnavailable("the model could not be woken", code="model_unavailable")
+        return _standing(service)
+
+    async def is_sleeping(call: Call) -> Answer:
+        standing = services[0].client.stats.standing
+        return Answer(body=msgspec.json.encode({"is_sleeping": standing is not Standing.AWAKE}))
+
+    put, woken = "Put a model to sleep: ?level=1 or 2, ?mode=abort ends its requests", "Wake a model"
+    found = [
+        described("POST", SLEEP, sleep, put, needs_admin=True),
+        described("POST", WAKE, wake, woken, needs_admin=True),
+    ]
+    if len(services) > 1:
+        return found
+    return [
+        *found,
+        described("POST", "/sleep", sleep, "The same as /v1/models/{id}/sleep, as vLLM", needs_admin=True),
+        described("POST", "/wake_up", wake, "The same as /v1/models/{id}/wake, as vLLM", needs_admin=True),
+        described("GET", "/is_sleeping", is_sleeping, "Whether the model sleeps, as vLLM"),
+    ]
+
+
+def _standing(service: Service) -> Answer:
+    stats = service.client.stats
+    values = {"id": service.model.names[0], "object": "model", "standing": stats.standing}
+    return Answer(body=msgspec.json.encode(values))
 
 
 # POST /v1/load_lora_adapter and /v1/unload_lora_adapter, under vLLM's names: adapters come and go while serving.
@@ -147,6 +226,7 @@ class TokenRoutes:
         service = self._service
         read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
         body = self._body(read.fields)
+        service.check_model(call.caller, body.model)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
@@ -169,7 +249,7 @@ class TokenRoutes:
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
         read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
-        checked_model(read.fields.get("model"), service.facts)
+        service.check_model(call.caller, checked_model(read.fields.get("model"), service.facts))
         ids = read.fields["tokens"]
         service.tokenizer.check_ids(ids, param="tokens")
         text = await service.work(

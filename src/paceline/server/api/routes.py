@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.model_routes import adapter_routes, model_routes, token_routes
+from paceline.server.api.by_model import routes_by_model
+from paceline.server.api.model_routes import adapter_routes, model_routes, sleep_routes, token_routes
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
 from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes
@@ -44,13 +45,25 @@ def missing_routes() -> list[Route]:
     return [Route(methods=METHODS, path=path, handler=refuse_route) for path in MISSING]
 
 
-def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Route]:
-    """`batches`: the routes of files and batches, where the server has them."""
+def routes(
+    service: Service, batches: Sequence[Route] | None = None, further: Sequence[Service] = ()
+) -> list[Route]:
+    """`batches`: the routes of files and batches, where the server has them. `further`: of other models."""
+    services = (service, *further)
+    return [
+        *sleep_routes(services),
+        *model_routes(services),
+        *routes_by_model(services, _routes_of_model),
+        *(disabled_routes() if batches is None else batches),
+        *missing_routes(),
+    ]
+
+
+def _routes_of_model(service: Service) -> list[Route]:
     answering = openai_routes(service)
     (chat,) = (route.handler for route in answering if route.path == CHAT)
     return [
         *answering,
-        *model_routes(service),
         *adapter_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
@@ -58,10 +71,8 @@ def routes(service: Service, batches: Sequence[Route] | None = None) -> list[Rou
         *explain_routes(service),
         *admin_routes(service),
         *traffic_routes(service, chat),
-        *(disabled_routes() if batches is None else batches),
         *estimate_routes(service),
         *usage_routes(service),
         *tree_routes(service),
         *change_routes(service),
-        *missing_routes(),
     ]

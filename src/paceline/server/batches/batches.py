@@ -101,10 +101,19 @@ class Batches:
     """`start` it on the event loop it belongs to."""
 
     def __init__(
-        self, service: Service, routes: Sequence[Route], store: Store, settings: BatchSettings
+        self,
+        service: Service,
+        routes: Sequence[Route],
+        store: Store,
+        settings: BatchSettings,
+        further: Sequence[Service] = (),
     ) -> None:
+        """`further`: services of other models, which lines may name too."""
         config = settings.config
-        service.observer = attempts = Attempts(service.observer)
+        attempts = Attempts(service.observer)
+        self._services = services = (service, *further)
+        for each in services:
+            each.observer = attempts
         handlers = {route.path: route.handler for route in routes if route.path in ENDPOINTS}
         self.store = store
         self.uploads = Uploads(store, max_bytes=config.max_file_bytes, quota_bytes=config.max_stored_bytes)
@@ -118,7 +127,9 @@ class Batches:
             gate=Gate(self._has_room),
             lines=LineRunner(handlers, attempts),
             callers=settings.callers,
-            models=lambda: (*service.model.names, *service.client.adapters),
+            models=lambda: tuple(
+                name for each in services for name in (*each.model.names, *each.client.adapters)
+            ),
             max_lines=config.max_batch_lines,
             max_line_bytes=settings.max_line_bytes,
             retry_s=settings.retry_s,
@@ -248,19 +259,23 @@ class Batches:
             log("files and batches were not looked after", level=logging.ERROR, reason=error.__cause__)
 
     def _load(self) -> ServerLoad:
-        client, admission = self._service.client, self._service.admission
+        admissions = [each.admission for each in self._services]
+        own = sum(each.batch_places for each in admissions)
         return ServerLoad(
-            rows=client.info.max_num_seqs,
+            rows=sum(each.client.info.max_num_seqs for each in self._services),
             queue=self._service.settings.max_queue,
-            waiting=client.stats.waiting,
-            own=admission.batch_places,
-            others=admission.places_taken - admission.batch_places,
-            others_unstarted=admission.num_waiting,
+            waiting=sum(each.client.stats.waiting for each in self._services),
+            own=own,
+            others=sum(each.places_taken for each in admissions) - own,
+            others_unstarted=sum(each.num_waiting for each in admissions),
         )
 
 
-def open_batches(service: Service, routes: Sequence[Route], settings: BatchSettings) -> Batches | None:
+def open_batches(
+    service: Service, routes: Sequence[Route], settings: BatchSettings, further: Sequence[Service] = ()
+) -> Batches | None:
     """Files and batches, where the server has a folder for them. Raises ConfigError."""
     if settings.config.batch_dir is None:
         return None
-    return Batches(service, routes, Store(Path(settings.config.batch_dir).expanduser()), settings)
+    store = Store(Path(settings.config.batch_dir).expanduser())
+    return Batches(service, routes, store, settings, further)

@@ -76,15 +76,21 @@ class Permit:
 class Admission:
     """Counts what is under way against what there is."""
 
-    def __init__(self, capacity: Capacity, next_place_s: Callable[[], float | None] = lambda: None) -> None:
-        """`next_place_s` says when a request under way is thought to end, if that is known."""
+    def __init__(
+        self,
+        capacity: Capacity,
+        next_place_s: Callable[[], float | None] = lambda: None,
+        by_tenant: dict[str, int] | None = None,
+    ) -> None:
+        """`next_place_s` says when a request under way is thought to end, if that is known. `by_tenant`: places that
+        tenants have taken, where several models count them together."""
         self.capacity = capacity
         self.next_place_s = next_place_s
         self.places_taken = 0
         self.tokens_waiting = 0
         self.batch_places = 0  # those of the places that lines of batches have taken
         self.num_waiting = 0  # requests without a first token, lines of batches left out
-        self._by_tenant: dict[str, int] = {}
+        self._by_tenant: dict[str, int] = {} if by_tenant is None else by_tenant
 
     @property
     def is_full(self) -> bool:

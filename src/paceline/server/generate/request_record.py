@@ -38,6 +38,7 @@ class RequestRecord(Consumption):
     route: str
     tenant: str
     received_s: float  # monotonic, of this process
+    model: str = ""  # that answers, also under the names of its adapters
     service_class: str = DEFAULT_CLASS
     longest_output: int = 0  # tokens of the longest branch that has ended
     num_branches: int = 1

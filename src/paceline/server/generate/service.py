@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
 from paceline.core.request import SALT
 from paceline.core.service_class import ServiceLevel
+from paceline.core.standing import Standing
 from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
@@ -29,107 +30,26 @@ from paceline.process.client import (
     EngineStream,
     EngineUnavailable,
 )
+from paceline.server.access.caller import Caller
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
-from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody, unknown_model
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
-from paceline.server.errors import ContextTooLong, UnknownModel, UnsupportedModality
+from paceline.server.errors import ContextTooLong, UnknownModel
 from paceline.server.generate.admission import Admission, Capacity, Permit
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
+from paceline.server.generate.prompt_size import check_prompt
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
 from paceline.text.dialect import ChatRequest
-from paceline.text.messages import TEXT_PARTS
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.formats import AUTO
 from paceline.text.tools.grammar import with_tool_named
-
-# How large a prompt is before it is tokenised, and whether its messages can be read.
-#
-# Cheap checks only: what is too large, or holds what no text model takes, is rejected before work is done for it.
-
-
-NAMES = ("name", "tool_call_id")
-# Every template spends at least a token on a message, and time: a thousand empty ones are not a small prompt.
-CHARS_PER_MESSAGE = 8
-
-
-def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) -> int:
-    """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much."""
-    if body.messages is not None:
-        size = messages_size(body.messages, limits)
-        size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
-        _check_chars(size, "messages", max_model_len, limits)
-        return size
-    total = 0
-    for index, prompt in enumerate(body.prompts):
-        name = f"prompt[{index}]" if len(body.prompts) > 1 else "prompt"
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", param=name)
-        if isinstance(prompt, str):
-            _check_chars(len(prompt), name, max_model_len, limits)
-        elif len(prompt) >= max_model_len:
-            raise ContextTooLong(
-                f"This model's maximum context length is {max_model_len} tokens; the prompt has {len(prompt)} "
-                f"and leaves no room for an answer",
-                param=name,
-            )
-        total += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
-    return total
-
-
-def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
-    """Characters of a conversation's contents, and some for each message itself."""
-    total = CHARS_PER_MESSAGE * len(messages)
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequest(
-                f"messages[{index}] must be an object with role and content", param="messages"
-            )
-        place = f"messages[{index}]"
-        for name in NAMES:
-            value = message.get(name)
-            if isinstance(value, str) and len(value) > limits.name_chars:
-                raise InvalidRequest(
-                    f"{place}.{name} has more than {limits.name_chars} characters", param="messages"
-                )
-        total += _content_size(message.get("content"), f"{place}.content")
-        total += sum(len(str(message.get(name) or "")) for name in ("tool_calls", "reasoning_content"))
-    return total
-
-
-def _content_size(content: Any, place: str) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if not isinstance(content, list):
-        return 0  # what is no content at all is refused where messages are read
-    if not content:
-        raise InvalidRequest(f"{place} must not be an empty list", param="messages")
-    total = 0
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind not in TEXT_PARTS:
-            message = f"{place} holds a part of type {kind!r:.40}; this server reads text only"
-            raise UnsupportedModality(message, param="messages")
-        text = part.get("text") if isinstance(part, Mapping) else part
-        total += len(text) if isinstance(text, str) else 0
-    return total
-
-
-def _check_chars(size: int, name: str, max_model_len: int, limits: RequestLimits) -> None:
-    most = max_model_len * limits.prompt_chars_per_token
-    if size > most:
-        raise ContextTooLong(
-            f"This model's maximum context length is {max_model_len} tokens; a prompt of {size} characters is "
-            f"refused unread, at most {most} are accepted",
-            param=name,
-        )
-
 
 # A shorter prompt is tokenised faster than another thread takes over.
 INLINE_CHARS = 1_000
@@ -197,14 +117,16 @@ class Service:
         *,
         observer: Observer,
         billing: Billing | None = None,
+        by_tenant: dict[str, int] | None = None,
     ) -> None:
+        """`by_tenant`: places that tenants have taken, where several models count them together."""
         self.client = client
         self.model = model
         self.tokenizer = model.tokenizer
         self.settings = settings or ServiceSettings()
         self.observer = observer
         capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
-        self.admission = Admission(capacity, lambda: client.stats.next_place_s)
+        self.admission = Admission(capacity, lambda: client.stats.next_place_s, by_tenant)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
         self.live = LiveBranches()
@@ -228,6 +150,15 @@ class Service:
         """Raises EngineUnavailable before the model is loaded for the first time."""
         return self._loaded().facts
 
+    def may_use(self, caller: Caller, name: str) -> bool:
+        """Whether a key may name a model; adapters of others are as good as not there."""
+        return caller.adapters is None or name in caller.adapters or name in self.model.names
+
+    def check_model(self, caller: Caller, name: str) -> None:
+        """Raises UnknownModel for an adapter that a key may not use, as for one that is not there."""
+        if not self.may_use(caller, name):
+            raise unknown_model(name, self.facts)
+
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""
         self.check_loaded()
@@ -241,6 +172,8 @@ class Service:
             raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
         if state is not EngineState.READY:
             raise EngineUnavailable("the engine is not available; try again in a moment")
+        if self.client.stats.standing is Standing.FAILED:
+            raise EngineUnavailable("the model could not be woken", code="model_unavailable")
         self._loaded()
 
     async def estimate(self, call: Call, body: ParsedBody) -> Estimate:
@@ -298,6 +231,7 @@ class Service:
             raise
         record = record_of(call, body, prepared, service_level.service_class)
         record.adapter = adapter.identity
+        record.model = self.model.names[0]
         record.shows_receipt = self.billing.wants_receipt(call)
         record.charge = self.billing.open(quote, record, body.model, hides_output=body.only_echoes)
         try:
@@ -352,6 +286,7 @@ class Service:
         record = record_of(call, body, [prepared], level.service_class)
         record.num_branches = places
         record.adapter = adapter.identity
+        record.model = self.model.names[0]
         record.shows_receipt = self.billing.wants_receipt(call)
         try:
             record.charge = self.billing.open(quote, record, body.model)
@@ -421,6 +356,7 @@ class Service:
         record.num_prompt += start.num_tokens
         record.num_branches, record.is_stream = asked.count, asked.is_stream
         record.adapter = live.adapter
+        record.model = self.model.names[0]
         record.shows_receipt = self.billing.wants_receipt(call)
         try:
             record.charge = self.billing.open(quote, record, live.body.model)
@@ -561,9 +497,12 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
         try:
             for prompt in prepared:
+                sampling = prompt.sampling
+                if call.caller.cache_share < 1.0:
+                    sampling = replace(sampling, cache_share=call.caller.cache_share)
                 stream = self.client.submit(
                     prompt.token_ids,
-                    prompt.sampling,
+                    sampling,
                     tenant=tenant,
                     service_level=service_level,
                     timeout_s=timeout_s,

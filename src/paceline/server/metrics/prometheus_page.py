@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from paceline.process.client import EngineClient
 from paceline.server.api.route import Route
@@ -30,6 +33,15 @@ Facts = Callable[[], Sequence[tuple[str, str, float]]]
 LabelledFacts = Callable[[], Sequence[tuple[str, str, str, Mapping[str, float]]]]
 
 
+class ModelFigures(NamedTuple):
+    """Where the figures of one model come from."""
+
+    name: str
+    client: EngineClient
+    requests: RequestMetrics
+    batching: BatchingMetrics
+
+
 class MetricsPage(Collector):
     """Collects everything into one separate registry."""
 
@@ -46,6 +58,7 @@ class MetricsPage(Collector):
     ) -> None:
         self.model_name = ""
         self.labelled: LabelledFacts = list
+        self.models: Sequence[ModelFigures] = ()  # where there are several
         self._client = client
         self._requests = requests
         self._http = http
@@ -69,31 +82,59 @@ class MetricsPage(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        make = Families(self._prefix, self.model_name)
-        yield from self._engine(make)
-        yield from self._generations(make)
-        yield from self._batching.families(make)
-        yield from forecast_families(self._requests.forecasts, make)
-        yield from self._traffic(make)
+        own = ModelFigures(self.model_name, self._client, self._requests, self._batching)
+        models = self.models or (own,)
+        families = [family for model in models for family in self._of_model(model)]
+        yield from joined(families) if len(models) > 1 else families
+        yield from self._server(Families(self._prefix, self.model_name))
 
-    def _engine(self, make: Families) -> Iterable[Metric]:
-        more_gauges, more_counters = self._more
-        for fact in (*engine_gauges(self._client), *more_gauges()):
+    def _of_model(self, model: ModelFigures) -> Iterable[Metric]:
+        make = Families(self._prefix, model.name)
+        for fact in engine_gauges(model.client):
             yield make.gauge(*fact)
-        for fact in (*engine_counters(self._client), *more_counters()):
+        for fact in engine_counters(model.client):
+            yield make.counter(*fact)
+        labels = cache_labels(model.client)
+        if labels is not None:
+            name, text = self._prefix + "cache_config", "Sizes and types of the KV cache."
+            info = InfoMetricFamily(name, text, labels=LABELS)
+            info.add_metric((model.name, "0"), labels)
+            yield info
+        yield from self._generations(make, model.requests)
+        yield from model.batching.families(make)
+        yield from forecast_families(model.requests.forecasts, make)
+        yield from self._adapters(make, model.client)
+
+    def _server(self, make: Families) -> Iterable[Metric]:
+        more_gauges, more_counters = self._more
+        for fact in more_gauges():
+            yield make.gauge(*fact)
+        for fact in more_counters():
             yield make.counter(*fact)
         build = InfoMetricFamily(self._prefix + "build", "The version that runs.", labels=())
         build.add_metric((), {"version": __version__})
         yield build
-        labels = cache_labels(self._client)
-        if labels is not None:
-            name, text = self._prefix + "cache_config", "Sizes and types of the KV cache."
-            info = InfoMetricFamily(name, text, labels=LABELS)
-            info.add_metric((self.model_name, "0"), labels)
-            yield info
+        yield from self._traffic(make)
 
-    def _generations(self, make: Families) -> Iterable[Metric]:
-        requests = self._requests
+    def _adapters(self, make: Families, client: EngineClient) -> Iterable[Metric]:
+        """Where adapters are served. The names are the operator's: a client cannot add to them."""
+        stats, known = client.stats.adapters, client.adapters
+        if not known:
+            return
+        names = {info.number: name for name, info in known.items()}
+        yield make.gauge("adapters", "Adapters that requests may name.", len(known))
+        yield make.gauge("adapters_resident", "Adapters in memory.", stats.resident)
+        yield make.counter("adapters_read", "Adapters read again because a request needed them.", stats.read)
+        yield make.counter("adapters_evicted", "Adapters evicted to make a place for others.", stats.evicted)
+        labels = {
+            "max_lora": str(stats.most or len(known)),
+            "running_lora_adapters": ",".join(sorted(names[each] for each in stats.running if each in names)),
+            "waiting_lora_adapters": ",".join(sorted(names[each] for each in stats.waiting if each in names)),
+        }
+        text = "Adapters of running and waiting requests; the value is the time."
+        yield make.gauge("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
+
+    def _generations(self, make: Families, requests: RequestMetrics) -> Iterable[Metric]:
         yield make.counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
         text = "Tokens of prompts found in the cache."
         yield make.counter("prompt_tokens_cached", text, requests.cached_tokens)
@@ -120,6 +161,20 @@ class MetricsPage(Collector):
             *self.labelled(),
         ):
             yield make.gauge(name, text, {(value,): number for value, number in counts.items()}, label)
+
+
+def joined(families: Iterable[Metric]) -> list[Metric]:
+    """One family of each name; samples without the label of a model are added up."""
+    found: dict[str, tuple[Metric, dict[tuple[str, tuple[tuple[str, str], ...]], Sample]]] = {}
+    for family in families:
+        _, samples = found.setdefault(family.name, (family, {}))
+        for sample in family.samples:
+            key = (sample.name, tuple(sample.labels.items()))
+            before = samples.get(key)
+            samples[key] = sample if before is None else sample._replace(value=before.value + sample.value)
+    for family, samples in found.values():
+        family.samples = list(samples.values())
+    return [family for family, _ in found.values()]
 
 
 def name_prefix(given: str) -> str:

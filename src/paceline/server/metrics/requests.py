@@ -264,6 +264,9 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     )
     yield "spec_decode_gain", "Speed of the last steps over that without drafts.", stats.draft_gain
     yield from dial_gauges(stats.dial)
+    text = "0 when the model is awake, else the level of its sleep (vLLM's name)."
+    yield "engine_sleep_state", text, stats.sleep_level
+    yield "model_wake_seconds", "What waking the model took last, or would take.", stats.wake_s
 
 
 def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:
@@ -320,8 +323,14 @@ def engine_counters(client: EngineClient) -> Iterator[tuple[str, str, float]]:
         "Time of compiling them; the first includes preparing the vocabulary.",
         stats.counters.compile_s,
     )
+    yield "model_sleeps", "Times the model was put to sleep.", stats.sleeps
+    yield "model_wakes", "Times the model was woken.", stats.wakes
     yield "engine_steps", "Steps made.", stats.steps
-    yield "engine_busy_seconds", "Time inside steps.", stats.busy_s
+    yield (
+        "engine_busy_seconds",
+        "Time inside steps: of several models, the device's time each had.",
+        stats.busy_s,
+    )
     yield "engine_cpu_seconds", "Processor time of the engine's process.", stats.cpu_s
     yield "watch_cpu_seconds", "Of these, spent on showing it to the live page.", stats.watch_cpu_s
     yield "engine_failed_steps", "Steps that failed.", stats.counters.failed_steps

@@ -1,0 +1,30 @@
+"""How one of the models of an engine stands: computing, asleep, on its way back, or lost; and what can sleep."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+from paceline.core.plan import Runner
+
+# Levels of sleep. On a CPU the first gives back KV and working memory and keeps the weights.
+WEIGHTS_KEPT, WEIGHTS_DROPPED = 1, 2
+
+
+class Standing(StrEnum):
+    AWAKE = "awake"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    FAILED = "failed"  # it could not be woken; no request is taken for it
+
+
+class Sleeper(Protocol):
+    """Memory of a model that can be let go of and brought back."""
+
+    def let_go(self, level: int) -> None:
+        """Drop the runner, of which no caller has any use now, and at the second level the weights."""
+        ...
+
+    def open(self) -> Runner:
+        """A runner that holds nothing yet. Any thread may call it. Raises what loading raises."""
+        ...

@@ -1,0 +1,49 @@
+"""The runner of a model on a CPU over its sleeps: dropped with its KV, made again when the model wakes.
+
+At the first level the weights stay where they are: on a CPU, host memory is the device. Their file is not read again,
+and a wake takes milliseconds. At the second level the weights go too, and a wake reads the file as the start did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from paceline.core.counters import CPUWork
+from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.runner.cpu import CPURunner
+
+Weights = TypeVar("Weights")
+
+
+class CPUSleeper(Generic[Weights]):
+    """`load` reads the weights, `make` puts a runner around them."""
+
+    def __init__(
+        self, load: Callable[[], Weights], make: Callable[[Weights], CPURunner], first: Weights
+    ) -> None:
+        self._load = load
+        self._make = make
+        self._weights: Weights | None = first
+        self._runner: CPURunner | None = None
+        self._last = CPUWork()
+
+    def open(self) -> CPURunner:
+        weights = self._weights
+        if weights is None:
+            weights = self._weights = self._load()
+        runner = self._runner = self._make(weights)
+        return runner
+
+    def let_go(self, level: int) -> None:
+        if self._runner is not None:
+            self._last = self._runner.work()
+            self._runner.close()
+            self._runner = None
+        if level >= WEIGHTS_DROPPED:
+            self._weights = None
+
+    def work(self) -> CPUWork:
+        """What the threads have done; of a model that sleeps, before it did."""
+        runner = self._runner
+        return self._last if runner is None else runner.work()

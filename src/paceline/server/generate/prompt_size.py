@@ -1,0 +1,91 @@
+"""How large a prompt is before it is tokenised, and whether its messages can be read.
+
+Cheap checks only: what is too large, or holds what no text model takes, is rejected before work is done for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.errors import InvalidRequest
+from paceline.server.api.limits import RequestLimits
+from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.errors import ContextTooLong, UnsupportedModality
+from paceline.text.messages import TEXT_PARTS
+
+NAMES = ("name", "tool_call_id")
+# Every template spends at least a token on a message, and time: a thousand empty ones are not a small prompt.
+CHARS_PER_MESSAGE = 8
+
+
+def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) -> int:
+    """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much."""
+    if body.messages is not None:
+        size = messages_size(body.messages, limits)
+        size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
+        _check_chars(size, "messages", max_model_len, limits)
+        return size
+    total = 0
+    for index, prompt in enumerate(body.prompts):
+        name = f"prompt[{index}]" if len(body.prompts) > 1 else "prompt"
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param=name)
+        if isinstance(prompt, str):
+            _check_chars(len(prompt), name, max_model_len, limits)
+        elif len(prompt) >= max_model_len:
+            raise ContextTooLong(
+                f"This model's maximum context length is {max_model_len} tokens; the prompt has {len(prompt)} "
+                f"and leaves no room for an answer",
+                param=name,
+            )
+        total += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
+    return total
+
+
+def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
+    """Characters of a conversation's contents, and some for each message itself."""
+    total = CHARS_PER_MESSAGE * len(messages)
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                f"messages[{index}] must be an object with role and content", param="messages"
+            )
+        place = f"messages[{index}]"
+        for name in NAMES:
+            value = message.get(name)
+            if isinstance(value, str) and len(value) > limits.name_chars:
+                raise InvalidRequest(
+                    f"{place}.{name} has more than {limits.name_chars} characters", param="messages"
+                )
+        total += _content_size(message.get("content"), f"{place}.content")
+        total += sum(len(str(message.get(name) or "")) for name in ("tool_calls", "reasoning_content"))
+    return total
+
+
+def _content_size(content: Any, place: str) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        return 0  # what is no content at all is refused where messages are read
+    if not content:
+        raise InvalidRequest(f"{place} must not be an empty list", param="messages")
+    total = 0
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            message = f"{place} holds a part of type {kind!r:.40}; this server reads text only"
+            raise UnsupportedModality(message, param="messages")
+        text = part.get("text") if isinstance(part, Mapping) else part
+        total += len(text) if isinstance(text, str) else 0
+    return total
+
+
+def _check_chars(size: int, name: str, max_model_len: int, limits: RequestLimits) -> None:
+    most = max_model_len * limits.prompt_chars_per_token
+    if size > most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens; a prompt of {size} characters is "
+            f"refused unread, at most {most} are accepted",
+            param=name,
+        )

@@ -1,0 +1,239 @@
+"""Several models in one real server: routed by name, sharing the device, sleeping and waking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
+from tests.e2e.http_server import Reply
+from tests.e2e.model_cli import run, run_process
+from tests.model_folder import write_model, write_weights
+
+PROMPT = "once upon a time there was a model"
+SIZES = {"max_model_len": 256, "num_blocks": 96, "max_num_seqs": 6}
+
+
+def write_models(folder: Path, *names: str) -> dict[str, Path]:
+    """Models with weights of their own: each has another width, so that none answers as another does."""
+    return {
+        name: write_weights(write_model(folder / name, intermediate_size=64 + 32 * place))
+        for place, name in enumerate(names)
+    }
+
+
+class SeveralModels(ClientServer):
+    """A server with the models of a file."""
+
+    file: dict[str, Any]
+
+    def _model_flags(self) -> list[str]:
+        flags = super()._model_flags()
+        listed = self.folder / "models.yaml"
+        listed.write_text(yaml.safe_dump(self.file))
+        return ["--models", str(listed), *flags[flags.index("--api-keys-file") :]]
+
+    def answer(self, model: str, **more: Any) -> Reply:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        return self.ask("POST", "/v1/completions", body | more)
+
+    def text(self, model: str, **more: Any) -> str:
+        reply = self.answer(model, **more)
+        assert reply.status == 200, reply.body
+        return str(reply.json["choices"][0]["text"])
+
+    def rest(self, model: str, what: str, query: str = "", key: str = ADMIN) -> Reply:
+        return self.ask("POST", f"/v1/models/{model}/{what}{query}", key=key)
+
+    def standing(self, model: str) -> str:
+        return str(self.ask("GET", f"/v1/models/{model}").json["paceline"]["standing"])
+
+    def figure(self, name: str, model: str) -> float:
+        start = f'paceline:{name}{{engine="0",model_name="{model}"}} '
+        (line,) = [line for line in self.page().splitlines() if line.startswith(start)]
+        return float(line.rsplit(" ", 1)[1])
+
+
+@contextmanager
+def several(folder: Path, models: list[dict[str, Any]], **more: Any) -> Iterator[SeveralModels]:
+    kind = type("Served", (SeveralModels,), {"file": {"models": models, **more}})
+    with client_server(folder, kind=kind, PACELINE_ADMIN_KEY=ADMIN) as server:
+        assert isinstance(server, SeveralModels)
+        server.wait_for(200)
+        yield server
+
+
+def entry(path: Path, **more: Any) -> dict[str, Any]:
+    return {"model": str(path), "name": path.name, **SIZES, **more}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("models"), "left", "right")
+
+
+def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    alone = {}
+    for name, path in folders.items():
+        with several(tmp_path, [entry(path)]) as server:
+            alone[name] = server.text(name)
+    assert alone["left"] != alone["right"]
+    with several(
+        tmp_path, [entry(path, share=1 + place) for place, path in enumerate(folders.values())]
+    ) as server:
+        assert [card["id"] for card in server.ask("GET", "/v1/models").json["data"]] == ["left", "right"]
+        assert {name: server.text(name) for name in folders} == alone
+        asked = ["left", "right"] * 8
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(server.text, asked)) == [alone[name] for name in asked]
+        unnamed = server.ask("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+        assert unnamed.json["model"] == "left"
+        missing = server.answer("middle")
+        assert (missing.status, missing.code) == (404, "model_not_found")
+        assert "left, right" in missing.json["error"]["message"]
+        for name in folders:
+            assert server.figure("generation_tokens_total", name) >= 9 * 12
+            assert server.figure("engine_busy_seconds_total", name) > 0
+        explained = server.answer("right").json["id"]
+        assert server.ask("GET", f"/v1/requests/{explained}/explain").status == 200
+        server.wait_until(server.is_idle)
+        assert server.metric("invariant_violations_total") == 0
+
+
+def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path], tmp_path: Path) -> None:
+    left, right = folders.values()
+    with several(tmp_path, [entry(left), entry(right, pinned=True)]) as server:
+        before = server.text("left")
+        assert server.rest("left", "sleep", key=KEY).status == 403
+        assert server.rest("left", "sleep", key="").status == 401
+        assert server.rest("middle", "sleep").code == "model_not_found"
+        pinned = server.rest("right", "sleep")
+        assert (pinned.status, pinned.code) == (409, "sleep_refused")
+        assert server.rest("left", "sleep", "?level=3").status == 400
+        for level in (1, 2):
+            slept = server.rest("left", "sleep", f"?level={level}")
+            assert (slept.status, slept.json["standing"]) == (200, "asleep")
+            assert server.standing("left") == "asleep" and server.standing("right") == "awake"
+            assert server.text("right")
+            assert server.standing("left") == "asleep", "requests for others do not wake it"
+            assert server.text("left") == before, "a request wakes it"
+            assert server.standing("left") == "awake"
+        assert server.rest("left", "sleep", "?level=2").status == 200
+        assert server.rest("left", "wake").json["standing"] == "awake"
+        assert server.text("left") == before
+        server.wait_until(lambda: server.figure("model_wakes_total", "left") == 3)
+        assert server.figure("model_sleeps_total", "left") == 3
+        assert server.metric("invariant_violations_total") == 0
+
+
+def test_an_idle_model_sleeps_and_one_makes_room_for_another(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """There is room for one of them at a time."""
+    left, right = folders.values()
+    models = [entry(left), entry(right)]
+    with several(tmp_path, models) as server:
+        texts = {name: server.text(name) for name in folders}
+        about = server.ask("GET", "/v1/admin/about", key=ADMIN).json["engine"]
+    room = int(1.5 * (about["weight_bytes"] + about["kv_bytes"]))
+    with several(tmp_path, models, memory_bytes=room) as server:
+        assert [server.standing(name) for name in folders] == ["awake", "asleep"]
+        for name in ("right", "left", "right"):
+            assert server.text(name) == texts[name]
+            assert server.standing(name) == "awake"
+            other = "left" if name == "right" else "right"
+            server.wait_until(lambda other=other: server.standing(other) == "asleep")  # type: ignore[misc]
+        with ThreadPoolExecutor(4) as pool:
+            asked = ["left", "right"] * 4
+            assert list(pool.map(server.text, asked)) == [texts[name] for name in asked]
+    with several(tmp_path, [entry(left, idle_sleep_s=0.3, sleep_level=2), entry(right)]) as server:
+        server.wait_until(lambda: server.standing("left") == "asleep")
+        assert server.standing("right") == "awake"
+        assert server.text("left") == texts["left"]
+
+
+def test_a_model_that_cannot_be_woken_is_unavailable_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    broken = write_models(tmp_path, "broken")["broken"]
+    with several(tmp_path, [entry(folders["right"]), entry(broken)]) as server:
+        before, text = server.text("broken"), server.text("right")
+        assert server.rest("broken", "sleep", "?level=2").status == 200
+        (weights,) = broken.glob("*.safetensors")
+        kept = weights.read_bytes()
+        with weights.open("r+b") as file:  # in place: the file stays open in the engine
+            file.seek(-4096, 2)
+            file.write(b"\xff" * 4096)
+        lost = server.answer("broken")
+        assert (lost.status, lost.code) == (503, "model_unavailable")
+        assert server.standing("broken") == "failed"
+        assert server.answer("broken").status == 503
+        assert server.rest("broken", "wake").code == "model_unavailable"
+        assert server.text("right") == text and server.standing("right") == "awake"
+        with weights.open("r+b") as file:
+            file.write(kept)
+        assert server.rest("broken", "wake").status == 200
+        assert server.text("broken") == before
+
+
+def test_the_routes_of_vllm_on_a_server_of_one_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    with several(tmp_path, [entry(folders["left"])]) as server:
+        text = server.text("left")
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
+        assert server.ask("POST", "/sleep?level=1", key=KEY).status == 403
+        assert server.ask("POST", "/sleep?level=1", key=ADMIN).status == 200
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": True}
+        assert server.ask("POST", "/wake_up", key=ADMIN).status == 200
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
+        with server.open("POST", "/v1/completions", endless()) as stream:
+            stream.readline()
+            busy = server.ask("POST", "/sleep", key=ADMIN)
+            assert (busy.status, busy.code) == (409, "sleep_refused")
+            assert server.ask("POST", "/sleep?level=2&mode=abort", key=ADMIN).status == 200
+        assert server.text("left") == text
+
+
+def endless() -> dict[str, Any]:
+    return {"model": "left", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+
+BAD_FILES = {
+    "models: []": "there must be 1 to 32 models",
+    "models: 3": "must hold a list 'models:'",
+    "other: 3": "there is no option 'other'",
+    "models: [{name: a}]": "say which it is",
+    "models: [{model: a, shares: 2}]": "did you mean share?",
+    "models: [{model: a, share: 0}]": "--share must be at least 0.001",
+    "models: [{model: a, pinned: true, idle_sleep_s: 3}]": "pinned and never sleeps",
+    "models: [{model: a, sleep_level: 3}]": "--sleep-level must be at most 2",
+    "memory_bytes: much\nmodels: [{model: a}]": "memory_bytes must be a number of bytes",
+    "models: [{model: a, run_log: x.jsonl}, {model: b, run_log: x.jsonl}]": "cannot write to one --run-log",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_file_of_models_is_refused_in_one_sentence(text: str, tmp_path: Path) -> None:
+    listed = tmp_path / "models.yaml"
+    listed.write_text(text)
+    ended = run("serve", "--models", str(listed))
+    assert ended.returncode == 2 and BAD_FILES[text] in ended.stderr, ended.stderr
+
+
+def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_path: Path) -> None:
+    left = str(folders["left"])
+    same = run("serve", left, left)
+    assert same.returncode == 2 and "two models have the name 'left'" in same.stderr
+    named = run("serve", left, str(folders["right"]), "--served-model-name", "one")
+    assert named.returncode == 2 and "--served-model-name names one model" in named.stderr
+    twice = run("serve", left, str(folders["right"]), "--model", left)
+    assert twice.returncode == 2 and "models are given twice" in twice.stderr
+    listed = tmp_path / "models.yaml"
+    listed.write_text(
+        yaml.safe_dump({"memory_bytes": 1000, "models": [entry(path) for path in folders.values()]})
+    )
+    small = run_process("serve", "--models", str(listed), "--port", "0")
+    assert small.returncode == 2 and "give at least" in small.stderr, small.stderr
