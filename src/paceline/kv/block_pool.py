@@ -67,6 +67,14 @@ class EvictionOrder(Protocol):
         """No waiting request will any more."""
         return None
 
+    def learned(self) -> tuple[float, ...]:
+        """What was learned from hits so far, for a later run."""
+        return ()
+
+    def learn(self, values: Sequence[float]) -> None:
+        """What an earlier run has learned. Before anything is added; values of another kind are left alone."""
+        return None
+
     def hurry(self, blocks: Sequence[int]) -> None:
         """These go before all others once no row holds them, unless they are hit before or wanted."""
         return None
