@@ -87,6 +87,8 @@ def test_two_wakes_that_fail_are_the_last_until_an_operator_asks() -> None:
         conductor.wake_failed(0)
         assert conductor.seats[0].standing is standing
     assert conductor.orders(1.0, [True, True]) == [] and conductor.seats[1].standing is Standing.AWAKE
+    conductor.call(0)
+    assert conductor.orders(1.5, [False, False]) == [Order(0, 0)]
     conductor.waking(0)
     conductor.woke(0, 2.0, 0.1)
     assert conductor.seats[0].failed_wakes == 0

@@ -175,8 +175,13 @@ def simulate(
         raise InputError("a run log records one engine; use one replica")
     if watch is not None and config.num_replicas > 1:
         raise InputError("one engine can be watched at a time; use one replica")
+    kind: type[Simulation] = Simulation
+    if config.models:
+        from paceline.lab.sim.several import SharedDevice
+
+        kind = SharedDevice
     try:
-        simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
+        simulation = kind(config, workload, recorder=recorder, on_progress=on_progress)
     except MemoryError as error:
         raise InputError(
             "the simulated engines do not fit into this machine's memory; lower --replicas, --max-num-seqs, "
@@ -219,7 +224,7 @@ class Simulation:
         self.replicas = [
             Replica(
                 number,
-                config,
+                self._config_of(number),
                 self._meter,
                 self._loads,
                 aborts=self._aborts,
@@ -232,6 +237,9 @@ class Simulation:
         self._due: list[tuple[float, int]] = []
         self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, request, replica
         self._until_progress = PROGRESS_STEPS
+
+    def _config_of(self, number: int) -> SimConfig:
+        return self._config
 
     def run(self) -> None:
         known_s = self.workload.arrival_s + self._config.request_s
