@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
+from tests.e2e.client_server import ADMIN, KEY, NARROW_KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import run, run_process
 from tests.model_folder import write_model, write_weights
@@ -102,13 +102,19 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.figure("engine_busy_seconds_total", name) > 0
         explained = server.answer("right").json["id"]
         assert server.ask("GET", f"/v1/requests/{explained}/explain").status == 200
+        # What a key may have at once counts over all models.
+        with server.open("POST", "/v1/completions", endless(), key=NARROW_KEY) as stream:
+            stream.readline()
+            body = {"model": "right", "prompt": "a", "max_tokens": 1}
+            assert server.ask("POST", "/v1/completions", body, key=NARROW_KEY).code == "concurrency_exceeded"
         server.wait_until(server.is_idle)
         assert server.metric("invariant_violations_total") == 0
 
 
 def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path], tmp_path: Path) -> None:
     left, right = folders.values()
-    with several(tmp_path, [entry(left), entry(right, pinned=True)]) as server:
+    log = tmp_path / "left.jsonl"
+    with several(tmp_path, [entry(left, run_log=str(log)), entry(right, pinned=True)]) as server:
         before = server.text("left")
         assert server.rest("left", "sleep", key=KEY).status == 403
         assert server.rest("left", "sleep", key="").status == 401
@@ -130,6 +136,12 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
         server.wait_until(lambda: server.figure("model_wakes_total", "left") == 3)
         assert server.figure("model_sleeps_total", "left") == 3
         assert server.metric("invariant_violations_total") == 0
+        server.terminate()
+        assert server.process.wait(60) == 0
+    again = tmp_path / "again.jsonl"
+    done = run("replay", log, "--output", again)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert again.read_bytes() == log.read_bytes() and '["sleep",' in log.read_text()
 
 
 def test_an_idle_model_sleeps_and_one_makes_room_for_another(

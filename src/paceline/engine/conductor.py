@@ -86,6 +86,8 @@ class Conductor:
 
     def next(self, ready: Sequence[bool]) -> int | None:
         """The model to step: of those that could, the one furthest behind its share. None: none could."""
+        if len(ready) == 1:
+            return 0 if ready[0] else None
         chosen: int | None = None
         for index, (seat, is_ready) in enumerate(zip(self.seats, ready, strict=True)):
             if is_ready and not seat.is_backlogged:
@@ -158,9 +160,12 @@ class Conductor:
     @property
     def is_settled(self) -> bool:
         """All are awake and none of them ever sleeps unless it is told to: there is nothing to order."""
-        return self.memory is None and all(
-            seat.standing is Standing.AWAKE and seat.config.idle_sleep_s is None for seat in self.seats
-        )
+        if self.memory is not None:
+            return False
+        for seat in self.seats:
+            if seat.standing is not Standing.AWAKE or seat.config.idle_sleep_s is not None:
+                return False
+        return True
 
     def _idle(self, now_s: float, busy: Sequence[bool]) -> Iterator[Order]:
         for index, (seat, is_busy) in enumerate(zip(self.seats, busy, strict=True)):

@@ -54,6 +54,11 @@ def test_a_model_alone_has_the_whole_device_and_saves_nothing_up() -> None:
     assert turns(conductor, [0.1, 0.1], [True, True], 50) == pytest.approx([2.5, 2.5], abs=0.11)
 
 
+def test_one_model_steps_whenever_it_can() -> None:
+    conductor = Conductor([seat("a")])
+    assert conductor.next([True]) == 0 and conductor.next([False]) is None and conductor.is_settled
+
+
 def test_a_model_that_was_away_is_served_next_and_not_held_back() -> None:
     conductor = Conductor([seat("a"), seat("b")])
     turns(conductor, [0.1, 0.1], [True, False], 10)
