@@ -2,23 +2,27 @@
 
 *kernels*: each kernel on one thread, in the time the thread used. Operations of a product are two for each weight and
 row. *step*: decode steps of 1 to 32 rows at one context, and a prompt, on one thread and on all; the time by the clock,
-and where it goes. *draw*: the draws of a step alone, on one thread, beside the sampler in numpy.
+and where it goes. *draw*: the draws of a step alone, on one thread, beside the sampler in numpy. *kv*: tokens that the
+same memory holds as float32 and as int8, and decode steps over both in turns.
 
     python -m benchmarks.cpu_kernels kernels
     python -m benchmarks.cpu_kernels draw
     python -m benchmarks.cpu_kernels step [--context 140] [--threads 2] [--model FILE]
+    python -m benchmarks.cpu_kernels kv [--context 1000] [--threads 2] [--rounds 5] [--model FILE]
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import Benchmark, Found, Given, flag, row, table
+from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, row, table
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
 from paceline.models.files.fetch import resolve
@@ -29,16 +33,30 @@ from paceline.runner.native.arena import pack
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code, host_code
 from paceline.runner.native.drawing import Drawing
-from paceline.runner.native.layout import DRAW_SCRATCH, F32, Q4, Q8, SUB_BLOCK, SYNC_BYTES, panel_bytes
+from paceline.runner.native.layout import (
+    BF16,
+    DRAW_SCRATCH,
+    F32,
+    KINDS,
+    Q4,
+    Q8,
+    SUB_BLOCK,
+    SYNC_BYTES,
+    kv_head_bytes,
+    panel_bytes,
+)
 from paceline.runner.native.model import NativeModel, build_model
 from paceline.runner.native.speed import Product, call_seconds
 from paceline.runner.native.step import NativeStep
 from paceline.runner.native.team import Parameters
 from paceline.runner.sampling.sampler import Sampler, Settled
+from paceline.runner.sizing import block_bytes
 
 bench = Benchmark(__doc__)
 SHAPES = {"gate and up": (3072, 576), "down": (576, 1536)}  # of SmolLM2-135M
 ROWS = (1, 2, 4, 8, 16, 32, 64, 108)
+ADAPTER_RANKS = (4, 8, 16, 32)
+ADAPTER_WIDTH = 576
 ENOUGH_S = 0.2
 VOCABULARY = 49152  # of SmolLM2
 DRAWN: tuple[dict[str, Any], ...] = (
@@ -71,15 +89,21 @@ def product_seconds(kernels: Code, kind: int, outputs: int, inputs: int, rows: i
     return call_seconds(Product(kernels, kind, outputs, inputs, rows, packed), ENOUGH_S)
 
 
-def attention_seconds(kernels: Code, rows: int, context: int, dim: int = 64) -> float:
+def attention_seconds(
+    kernels: Code, rows: int, context: int, dim: int = 64, *, in_bytes: bool = False
+) -> float:
     rng = np.random.default_rng(0)
     blocks = -(-context // SUB_BLOCK)
-    kv = rng.normal(0, 1, (blocks + 1, 2 * dim * SUB_BLOCK)).astype(np.float32)
+    size = kv_head_bytes(dim, in_bytes=in_bytes)
+    kv = rng.normal(0, 1, (blocks + 1, size // 4)).astype(np.float32)
+    if in_bytes:  # scales of about one keep the scores finite
+        kv[:, : dim * 8] = rng.integers(-127, 128, (blocks + 1, dim * 32), np.int8).view(np.float32)
+        kv[:, dim * 8 :] = 0.01
     table_of = np.arange(1, blocks + 1)
     queries, out = (rng.normal(0, 1, (4, dim)).astype(np.float32) for _ in range(2))
     first, end = np.zeros(4, np.int64), np.full(4, context)
     step = (blocks + 1) * 64
-    scores = aligned(4 * step)
+    scores, x = aligned(4 * step), aligned(6 * dim)
     where = (
         rows,
         at(queries),
@@ -88,18 +112,32 @@ def attention_seconds(kernels: Code, rows: int, context: int, dim: int = 64) -> 
         at(table_of),
         1,
         at(kv),
-        2 * dim * 64,
+        size,
         dim,
         at(scores),
         step,
         at(out),
+        int(in_bytes),
+        at(x),
     )
     return call_seconds(lambda times: kernels.probe("attend", np.array(where), times), ENOUGH_S)
 
 
+def adapter_seconds(kernels: Code, kernel: str, kind: int, rank: int, rows: int, width: int) -> float:
+    """What `rows` tokens, at most four, take with A [rank, width], or with B [width, rank]."""
+    rng, size = np.random.default_rng(0), 4 if kind == F32 else 2
+    matrix, low = aligned(rank * width * size), aligned(rows * rank * 4)
+    x = rng.normal(0, 1, (rows, width)).astype(np.float32)
+    if kernel == "shrink":
+        where = [kind, at(matrix), at(x), width, rank, at(low), rank * 4, rows]
+    else:
+        where = [kind, at(matrix), rank, at(low), rank * 4, rows, at(x), width * 4, width // 16]
+    return call_seconds(lambda times: kernels.probe(kernel, np.array(where), times), ENOUGH_S)
+
+
 @bench.part()
 def kernels(given: Given) -> Found:
-    """Products and attention on one thread."""
+    """Products, attention and adapters on one thread."""
     loaded = host_code(print)
     found: Found = {"isa": loaded.isa.name}
     table("product", *(f"{rows} rows" for rows in ROWS))
@@ -113,15 +151,30 @@ def kernels(given: Given) -> Found:
                 zip(map(str, ROWS), np.round(speeds, 1).tolist(), strict=True)
             )
             row(f"{name}, {bits}", *(f"{speed:.0f} GOPS" for speed in speeds))
-    table("attention of one kv head", "us", "GFLOP/s")
-    for rows, context in ((1, 600), (3, 140), (3, 600), (3, 2000), (4, 600)):
-        took = attention_seconds(loaded, rows, context)
-        speed = 4 * rows * context * 64 / took / 1e9
-        found[f"attention, {rows} heads, {context} tokens"] = {
-            "us": round(took * 1e6, 1),
-            "GFLOP_s": round(speed, 1),
-        }
-        row(f"{rows} heads, {context} tokens", round(took * 1e6, 1), round(speed, 1))
+    table("attention of one kv head", "float32 us", "GFLOP/s", "int8 us", "GFLOP/s")
+    for rows, context in ((1, 600), (3, 140), (3, 600), (3, 1000), (3, 2000), (4, 600)):
+        shown: list[float] = []
+        for in_bytes, kind in ((False, ""), (True, ", int8")):
+            took = attention_seconds(loaded, rows, context, in_bytes=in_bytes)
+            speed = 4 * rows * context * 64 / took / 1e9
+            figures = {"us": round(took * 1e6, 1), "GFLOP_s": round(speed, 1)}
+            found[f"attention, {rows} heads, {context} tokens{kind}"] = figures
+            shown += figures.values()
+        row(f"{rows} heads, {context} tokens", *shown)
+    table("adapter, GFLOP/s", *(f"rank {rank}" for rank in ADAPTER_RANKS))
+    for kernel, kind, rows in itertools.product(("shrink", "expand"), (BF16, F32), (1, 4)):
+        speeds = [
+            2
+            * rank
+            * rows
+            * ADAPTER_WIDTH
+            / adapter_seconds(loaded, kernel, kind, rank, rows, ADAPTER_WIDTH)
+            / 1e9
+            for rank in ADAPTER_RANKS
+        ]
+        name = f"{kernel}, {KINDS[kind]}, {rows} tokens"
+        found[name] = dict(zip(map(str, ADAPTER_RANKS), np.round(speeds, 1).tolist(), strict=True))
+        row(name, *(round(speed, 1) for speed in speeds))
     return found
 
 
@@ -187,14 +240,22 @@ def draw(given: Given) -> Found:
 class Steps:
     """Steps of a model, without an engine around them."""
 
-    def __init__(self, model: NativeModel, loaded: Code, threads: int, rows: int, length: int) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        loaded: Code,
+        threads: int,
+        rows: int,
+        length: int,
+        kv_dtype: str = "float32",
+    ) -> None:
         blocks = -(-length // 16)
         config = EngineConfig(
             kv=KVConfig(num_blocks=rows * blocks + 1, block_size=16),
             scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=4096, max_model_len=length),
             depth=0,
         )
-        self.step = NativeStep(model, config, loaded, threads)
+        self.step = NativeStep(model, config, loaded, threads, kv_dtype=kv_dtype)
         self.rows = DeviceRows(config)
         self.rows.tables[0][:rows, :blocks] = 1 + np.arange(rows * blocks).reshape(rows, blocks)
         self.tokens = np.random.default_rng(0).integers(3, model.spec.vocab_size - 1, (rows, length))
@@ -212,6 +273,7 @@ class Steps:
             masked=np.zeros(rows, np.bool_),
             tokens=self.tokens[:rows, start : start + count].reshape(-1),
             positions=positions,
+            places=positions,
             lengths=positions + 1,
             row_of=row_of,
             slots=(slots,),
@@ -250,6 +312,41 @@ def step(given: Given) -> Found:
         steps.step.close()
     for name, (alone, together) in ((name, value) for name, value in found.items() if name != "context"):
         row(name, alone, together, round((108 if name.startswith("prompt") else int(name)) / together * 1e3))
+    return found
+
+
+@bench.part(
+    flag("--context", 1000, "tokens each row has"),
+    flag("--threads", 2),
+    flag("--rounds", 5),
+    flag("--model", None, "file or folder; the default model"),
+)
+def kv(given: Given) -> Found:
+    """Keys and values as float32 and as int8."""
+    path = resolve(given.model, None, None) if given.model else resolve(None, None, None)
+    model = build_model(open_checkpoint(Path(path)), given.context + 64)
+    floats, rounded = (block_bytes(model.spec, 16, kv_dtype=kind) for kind in ("float32", "int8"))
+    found: Found = {"context": given.context, "tokens": round(floats / rounded, 3)}
+    print(
+        f"{floats // 16:,} bytes a token as float32, {rounded // 16:,} as int8: {floats / rounded:.2f} times"
+    )
+    loaded, most = host_code(print), 8
+    steps = {
+        kind: Steps(model, loaded, given.threads, most, given.context + 32, kind)
+        for kind in ("float32", "int8")
+    }
+    for made in steps.values():
+        for start in range(0, given.context, 128):
+            made.run(most, start, min(128, given.context - start))
+    table("rows that decode", "float32 ms", "int8 ms", "int8 is faster by")
+    for rows in (1, 4, most):
+        works = {kind: partial(made.milliseconds, rows, given.context, 1, 8) for kind, made in steps.items()}
+        taken = in_turns(works, given.rounds)
+        floats_ms, rounded_ms = (float(np.median(taken[kind])) for kind in steps)
+        ratios = [one / other for one, other in zip(taken["float32"], taken["int8"], strict=True)]
+        ratio = round(float(np.median(ratios)), 3)
+        found[str(rows)] = {"float32_ms": floats_ms, "int8_ms": rounded_ms, "ratio": ratio}
+        row(rows, floats_ms, rounded_ms, f"{ratio} times")
     return found
 
 

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.harness import (
     PYTHON,
@@ -62,6 +63,7 @@ from paceline.config.engine import (
     EngineConfig,
     KVConfig,
     ModelConfig,
+    PreemptionCosts,
     SchedulerConfig,
 )
 from paceline.core.guide import Guide
@@ -148,10 +150,19 @@ class NoOpRunner:
                 count=count,
                 finished=finished,
                 finite=self._finite[: len(rows)],
+                copies_done=_tickets(plan),
                 verified=verified if plan.draft_width else EMPTY,
                 drafts=self._tally if plan.draft_width else None,
             )
         )
+
+
+def _tickets(plan: StepPlan) -> NDArray[np.int32]:
+    """All copies of a plan, done at once."""
+    found = [
+        part.ticket for part in (plan.swap_out, plan.swap_in, plan.store, plan.fetch) if len(part.ticket)
+    ]
+    return np.unique(np.concatenate(found)) if found else EMPTY
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,17 +186,20 @@ class Load:
         longest: int,
         max_tokens: int,
         budget: int,
-        num_blocks: int,
+        num_blocks: int = 0,
+        kv: KVConfig | None = None,
+        costs: PreemptionCosts | None = None,
         drafts: int = 0,
         **options: Any,
     ) -> None:
         config = EngineConfig(
-            kv=KVConfig(block_size=BLOCK, num_blocks=num_blocks),
+            kv=kv or KVConfig(block_size=BLOCK, num_blocks=num_blocks),
             scheduler=SchedulerConfig(
                 max_num_seqs=num_rows,
                 max_num_batched_tokens=budget,
                 max_model_len=longest,
                 max_queue=1_000_000,
+                preemption_costs=costs,
                 drafts=DraftConfig(width=drafts) if drafts else None,
             ),
             **options,

@@ -1,9 +1,11 @@
 """A GGUF model through the engine against transformers with the same numbers: greedy text and perplexity.
 
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
-windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels.
+windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What rounding
+costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32 numbers
+of the file; fp8 and int8 round inputs too, each token by its largest number.
 
-    python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50]
+    python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only rounded]
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness import Benchmark, Found, Given, flag
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
@@ -23,7 +26,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.files.open import Checkpoint, open_checkpoint
-from paceline.models.load import Storage, build_decoder
+from paceline.models.files.stored import StoredTensor
+from paceline.models.layers import DenseLinear, Linear
+from paceline.models.load import DenseStorage, Storage, build_decoder
 from paceline.models.quantized import QuantizedStorage, fast_product
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
@@ -48,6 +53,7 @@ bench = Benchmark(__doc__)
     flag("--text", None, "file whose perplexity is measured", kind=Path, required=True),
     flag("--tokens", 20_000, "to predict"),
     flag("--prompts", len(PROMPTS), "to continue"),
+    flag("--only", None, "of what is measured", choices=("parity", "rounded")),
     flag("--threads", 1),
 )
 def parity(given: Given) -> Found:
@@ -59,13 +65,15 @@ def parity(given: Given) -> Found:
     windows = _windows(tokenizer, given)
     prompts = [tokenizer.encode(text) for text in PROMPTS[: given.prompts]]
     results: Found = {"model": Path(given.model).name, "tokens": sum(len(window) - 1 for window in windows)}
-    references, their_loss = _of_transformers(checkpoint, prompts, windows, results)
-    for name, make_step in _backends(checkpoint, given):
-        outputs = _timed(results, f"{name} text", partial(generate, make_step, checkpoint.spec, prompts))
-        _note_text(results, name, references, outputs)
-        loss = _timed(results, f"{name} perplexity", partial(mean_loss, make_step, checkpoint.spec, windows))
-        results[f"{name} perplexity"] = math.exp(loss)
-        results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
+    if given.only != "rounded":
+        references, their_loss = _of_transformers(checkpoint, prompts, windows, results)
+        for name, make_step in _backends(checkpoint, given):
+            outputs = _timed(results, f"{name} text", partial(generate, make_step, checkpoint.spec, prompts))
+            _note_text(results, name, references, outputs)
+            loss = _note_loss(results, name, make_step, checkpoint.spec, windows)
+            results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
+    if given.only != "parity":
+        _note_rounded(results, checkpoint, given, windows)
     for key, value in results.items():
         print(f"{key:32} {value:.5g}" if isinstance(value, float) else f"{key:32} {value}")
     return results
@@ -86,6 +94,114 @@ def _backends(checkpoint: Checkpoint, given: Given) -> Iterator[tuple[str, MakeS
         model = build_model(checkpoint, WINDOW + 2)
         code = host_code(print)
         yield "native", lambda config: NativeStep(model, config, code, given.threads)
+
+
+def _note_rounded(results: Found, checkpoint: Checkpoint, given: Given, windows: Sequence[list[int]]) -> None:
+    """Perplexity of rounded numbers against the same step without the rounding."""
+    spec = checkpoint.spec
+    decoder = build_decoder(checkpoint, WINDOW + 2)
+    exact = _note_loss(
+        results, "float32 weights", lambda config: TorchStep(decoder, config.kv), spec, windows
+    )
+
+    def note(name: str, make_step: MakeStep, base: float) -> None:
+        loss = _note_loss(results, name, make_step, spec, windows)
+        results[f"{name} perplexity up by %"] = 100 * (math.exp(loss - base) - 1)
+
+    note("int8 KV, torch", lambda config: TorchStep(decoder, config.kv, kv_dtype="int8"), exact)
+    for name, rounding in ROUNDINGS.items():
+        rounded = build_decoder(checkpoint, WINDOW + 2, RoundedStorage(rounding))
+        note(name, partial(lambda decoder, config: TorchStep(decoder, config.kv), rounded), exact)
+    if not objection(checkpoint, BLOCK_SIZE, kv_dtype="int8"):
+        model, code = build_model(checkpoint, WINDOW + 2), host_code(print)
+
+        def native(config: EngineConfig, kv_dtype: str) -> NativeStep:
+            return NativeStep(model, config, code, given.threads, kv_dtype=kv_dtype)
+
+        base = _note_loss(results, "native", partial(native, kv_dtype="float32"), spec, windows)
+        note("int8 KV, native", partial(native, kv_dtype="int8"), base)
+
+
+def _note_loss(
+    results: Found, name: str, make_step: MakeStep, spec: ModelSpec, windows: Sequence[list[int]]
+) -> float:
+    loss: float = _timed(results, f"{name} perplexity", partial(mean_loss, make_step, spec, windows))
+    results[f"{name} perplexity"] = math.exp(loss)
+    return loss
+
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def _eight_bits(dtype: torch.dtype) -> Rounding:
+    """The largest number of each row becomes the largest there is."""
+    most = 127.0 if dtype == torch.int8 else 448.0
+
+    def rounded(values: Tensor) -> Tensor:
+        scale = values.abs().amax(dim=-1, keepdim=True).clamp_min(1e-20) / most
+        steps = values / scale
+        return (steps.round() if dtype == torch.int8 else steps).to(dtype).float() * scale
+
+    return rounded
+
+
+def _four_bits(group: int) -> Rounding:
+    """Sixteen steps for each group of inputs, over 80 to 100 % of its range, whichever comes closest."""
+
+    def rounded(values: Tensor) -> Tensor:
+        return torch.cat([_closest(part) for part in values.split(group, dim=1)], dim=1)
+
+    return rounded
+
+
+def _closest(values: Tensor) -> Tensor:
+    low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
+    middle, reach = (low + high) / 2, (high - low) / 2
+    found = []
+    for width in (1.0, 0.95, 0.9, 0.85, 0.8):
+        scale, offset = (reach * (2 * width / 15)).clamp_min(1e-10), middle - reach * width
+        found.append(((values - offset) / scale).round().clamp(0, 15) * scale + offset)
+    tried = torch.stack(found)
+    best = (tried - values).square().sum(dim=-1).argmin(dim=0)
+    return tried[best, torch.arange(len(values))]
+
+
+# By what `--quantization` and files make: how weights are rounded, and whether inputs are.
+ROUNDINGS: dict[str, tuple[Rounding, Rounding | None]] = {
+    "fp8": (_eight_bits(torch.float8_e4m3fn), _eight_bits(torch.float8_e4m3fn)),
+    "int8": (_eight_bits(torch.int8), _eight_bits(torch.int8)),
+    "int4 in 128s": (_four_bits(128), None),
+    "int4 in 32s": (_four_bits(32), None),
+}
+
+
+class RoundedLinear(DenseLinear):
+    """A product with rounded inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Rounding) -> None:
+        super().__init__(weight, bias)
+        self._inputs = inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(self._inputs(x))
+
+
+class RoundedStorage(DenseStorage):
+    """The matrices of layers rounded; embedding and output matrix as they are."""
+
+    def __init__(self, rounding: tuple[Rounding, Rounding | None]) -> None:
+        super().__init__()
+        self._weights, self._inputs = rounding
+
+    def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
+        made = super().linear(weights, bias)
+        assert isinstance(made, DenseLinear)
+        if weights[0].name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            return made
+        rounded = self._weights(made.weight)
+        return (
+            DenseLinear(rounded, bias) if self._inputs is None else RoundedLinear(rounded, bias, self._inputs)
+        )
 
 
 def _windows(tokenizer: Tokenizer, given: Given) -> list[list[int]]:

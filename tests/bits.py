@@ -9,16 +9,21 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.adapter import NO_ADAPTER
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
+from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
@@ -43,6 +48,7 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
+    kv_keep: KVKeep | None = None  # this one matters: what each token sees is another thing
     drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:
@@ -91,9 +97,10 @@ class Bits:
             if batch.masked[index]:
                 continue
             tokens = rows.tokens[row].tolist()
+            adapter = [-int(rows.adapter[row])] if rows.adapter[row] else []
             # Those that are not finite end their row; which other tokens of that row they reach may differ.
             for offset in np.flatnonzero(good[start:end]).tolist():
-                key = tuple(tokens[: int(batch.start[index]) + offset + 1])
+                key = tuple(adapter + tokens[: int(batch.start[index]) + offset + 1])
                 bits = numbers[start + offset].tobytes()
                 self.changed += self.bits.setdefault(key, bits) != bits
         return good
@@ -126,21 +133,33 @@ def record(
     num_blocks: int = 200,
     answers: Sequence[Prompt] = (),
     make_drafter: Callable[[EngineConfig], Drafter] | None = None,
+    adapters: Sequence[Adapter] = (),
+    adapter_of: Sequence[int] = (),
 ) -> Record:
     """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts, unless `make_drafter` makes
-    these."""
+    these. `adapter_of` each prompt: which of the `adapters` it has, from 1 on; 0: none."""
     config = around.config(spec, max(len(prompt) for prompt in prompts) + num_new, num_blocks)
-    bits = Bits(make_step(config))
+    compute = make_step(config)
+    bits = Bits(compute)
     drafter: Drafter | None = Oracle(answers) if around.drafts else None
     if make_drafter is not None:
         drafter = make_drafter(config)
-    engine = build_engine(config, CPURunner(config, bits, drafter=drafter))
+    engine = build_engine(
+        config,
+        CPURunner(config, bits, drafter=drafter),
+        make_adapters=lambda scheduler: Adapters(
+            scheduler, getattr(compute, "adapters", None), lambda path: adapters[int(path.name)]
+        ),
+    )
+    for number in range(len(adapters)):
+        engine.adapters.load(str(number), Path(str(number)))
     always_draft(engine)
-    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, kv_keep=around.kv_keep)
     listener = _Listener(engine, around, num_new)
-    for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
-        for prompt in group:
-            (request,) = engine.add(prompt, sampling)
+    asked = list(zip(prompts, adapter_of or [NO_ADAPTER] * len(prompts), strict=True))
+    for group in [[each] for each in asked] if around.alone else [asked]:
+        for prompt, adapter in group:
+            (request,) = engine.add(prompt, sampling, adapter=adapter)
             listener.tokens_of[request] = []
         while engine.has_requests:
             listener.step()

@@ -52,15 +52,24 @@ class DeviceFault(RuntimeError):
 
 
 def reference_output(
-    prompt: list[int], sampling: SamplingParams, at_most: int | None = None, seen: int = 0
+    prompt: list[int],
+    sampling: SamplingParams,
+    at_most: int | None = None,
+    seen: int = 0,
+    block_size: int = 1,
+    before: int = 0,
+    start: int = 0,
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
     With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
+    `block_size` counts for a request that drops blocks, and so does how much of its prompt is output (`before`).
+    `start`: what its adapter stands for.
     """
-    value = 0
-    for token in prompt:
-        value = (value * PRIME + token + 1) & MASK
+    value, num_prompt = start, len(prompt) - before
+    for position, token in enumerate(prompt):
+        salt = unseen(sampling, position, num_prompt, block_size) if before else 0
+        value = (value * PRIME + token + 1 + salt) & MASK
     seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
     output: list[int] = []
     limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)
@@ -77,8 +86,18 @@ def reference_output(
             return output, "stop"
         if guide is not None and guide.is_over:
             return output, "length" if len(output) == sampling.max_tokens else "stop"
-        value = (value * PRIME + token + 1) & MASK
+        position = len(prompt) + len(output) - 1
+        salt = unseen(sampling, position, num_prompt, block_size)
+        value = (value * PRIME + token + 1 + salt) & MASK
     return output, "length"
+
+
+def unseen(sampling: SamplingParams, position: int, num_prompt: int, block_size: int) -> int:
+    """Tokens before it that the token at a position must not see: they are part of its hash."""
+    kept = sampling.kv_keep
+    if kept is None:
+        return 0
+    return (kept.end(position, num_prompt, block_size) - kept.start(block_size)) * block_size
 
 
 def stop_bound(sampling: SamplingParams) -> int:
@@ -123,8 +142,12 @@ class _Row:
     stop_below: int = 0
     is_guided: bool = False
     guide: FakeGuide | None = None  # a copy, of the step that is computed
+    adapter: int = 0
     is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
+    sampling: SamplingParams | None = None  # of a row that drops blocks
+    num_prompt: int = 0
+    dropped: int = 0  # tokens that its tables have no entries for
     tables: list[list[int]] = field(default_factory=list)
     kv: list[tuple[list[int], list[list[int]]]] = field(
         default_factory=list
@@ -154,6 +177,8 @@ class FakeRunner:
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
+        # Those in memory, and what the hashes of their rows start from; None: they change nothing.
+        self.adapters: dict[int, int] | None = None
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -236,6 +261,9 @@ class FakeRunner:
             if len(plan.joins.row):
                 self._join(plan)
             self._decoding = [row for row in self._decoding if row not in gone] + change.added.tolist()
+        for row, count in zip(plan.drops.row.tolist(), plan.drops.num_tokens.tolist(), strict=True):
+            self._rows[row].dropped = count
+            self._rows[row].changed = True
         appends = plan.new_blocks
         if len(appends.row):
             columns = (appends.row, appends.group, appends.index, appends.block)
@@ -254,11 +282,13 @@ class FakeRunner:
             if row in source_of:
                 tokens = self._rows[source_of[row]].tokens[:count]
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
-            value, hashes = 0, []
-            for token in tokens:
-                value = (value * PRIME + token + 1) & MASK
+            adapter = int(joins.adapter[at]) if len(joins.adapter) else 0
+            value, hashes = self._adapter(row, adapter), []
+            size, sampling, num_prompt = self._size, joins.sampling[at], int(joins.num_prompt[at])
+            for position, token in enumerate(tokens):
+                salt = 0 if sampling.kv_keep is None else unseen(sampling, position, num_prompt, size)
+                value = (value * PRIME + token + 1 + salt) & MASK
                 hashes.append(value)
-            size, sampling = self._size, joins.sampling[at]
             tables: list[list[int]] = [[] for _ in self._windows]
             self._rows[row] = _Row(
                 generation=int(joins.generation[at]),
@@ -270,10 +300,21 @@ class FakeRunner:
                 seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
                 is_guided=sampling.structured_outputs is not None,
+                adapter=adapter,
                 is_predicted=bool(sampling.prediction),
+                sampling=None if sampling.kv_keep is None else sampling,
+                num_prompt=num_prompt,
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
             )
+
+    def _adapter(self, row: int, number: int) -> int:
+        """A2: what a row computes with is in memory."""
+        if not number or self.adapters is None:
+            return 0
+        if number not in self.adapters:
+            raise InvariantViolation("A2", f"row {row} computes without its adapter {number}")
+        return self.adapters[number]
 
     def _start_copies(self, swaps: Swaps | Moves, *, incoming: bool, seq: int) -> None:
         parts: dict[int, list[tuple[int, int, int]]] = {}
@@ -323,7 +364,10 @@ class FakeRunner:
             # An ended row is masked: it computes into the null block.
             if row.ended:
                 outcomes += _MASKED
-            elif number in guesses and place < len(self._decoding):
+                continue
+            if row.adapter:
+                self._adapter(number, row.adapter)
+            if number in guesses and place < len(self._decoding):
                 tokens, ending = self._verify(row, guesses[number])
                 outcomes += (tokens[0], len(tokens), ending)
                 more[place] = tokens
@@ -421,14 +465,16 @@ class FakeRunner:
         size, tokens, hashes, start = self._size, row.tokens, row.hashes, row.computed
         end = start + num
         assert end <= len(tokens), "a row computes beyond what it knows"
-        value = 0
-        if start:
+        value, dropped = 0, row.dropped
+        if dropped:
+            value = hashes[start - 1]  # which it may not see any more
+        elif start:
             table, memory = row.kv[0]
             value = memory[table[(start - 1) // size]][(start - 1) % size]
         if not start or value == hashes[start - 1]:  # then so are all that follow from it
             value = hashes[end - 1]
             if num == 1:
-                index, slot = divmod(start, size)
+                index, slot = divmod(start - dropped, size)
                 for table, memory in row.kv:
                     memory[table[index]][slot] = value
             else:
@@ -445,7 +491,8 @@ class FakeRunner:
         if row.is_guided:
             token = self._guided(row, token)
         tokens.append(token)
-        hashes.append((hashes[-1] * PRIME + token + 1) & MASK)
+        salt = 0 if row.sampling is None else unseen(row.sampling, end, row.num_prompt, size)
+        hashes.append((hashes[-1] * PRIME + token + 1 + salt) & MASK)
         end += 1
         if end % size == 0:
             row.full.append(hashes[-size:])
@@ -478,7 +525,10 @@ class FakeRunner:
                 continue
             # Whole after a change of its tables and every eighth token, else what was written last.
             start = row.computed
-            if row.changed or not start & 7:
+            if row.sampling is not None:
+                self._check_sight(number, row, num)
+                start -= row.dropped
+            if row.changed or row.dropped or not start & 7:
                 self._check_all(number, row)
                 row.changed = False
             else:
@@ -499,9 +549,16 @@ class FakeRunner:
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
+    def _check_sight(self, number: int, row: _Row, num: int) -> None:
+        """D2: what a row has dropped is what the tokens it computes must not see, no more and no less."""
+        assert row.sampling is not None
+        for position in (row.computed, row.computed + num - 1):
+            if row.dropped != unseen(row.sampling, position, row.num_prompt, self._size):
+                raise KVCorruption("D2", f"row {number} computes token {position}, {row.dropped} dropped")
+
     def _note_span(self, number: int, row: _Row, num: int, written: set[int]) -> None:
         """The slots a row writes, block by block."""
-        size, start, table = self._size, row.computed, row.tables[0]
+        size, start, table = self._size, row.computed - row.dropped, row.tables[0]
         end = start + num
         for first in range(start - start % size, end, size):  # of each block written
             index = first // size
@@ -514,6 +571,15 @@ class FakeRunner:
     def _check_all(self, number: int, row: _Row) -> None:
         """Everything the row can see: the blocks that are full and inside its window at once, then the two ends."""
         size, end = self._size, row.computed
+        if row.dropped:
+            assert row.sampling is not None and row.sampling.kv_keep is not None
+            first = row.sampling.kv_keep.start(size) * size
+            shown = row.hashes[:first] + row.hashes[first + row.dropped : end]
+            for table, memory in row.kv:
+                held = [slot for block in table[: -(-len(shown) // size)] for slot in memory[block]]
+                if held[: len(shown)] != shown:
+                    raise KVCorruption("S26", f"row {number} reads foreign KV up to {end}")
+            return
         for window, (table, memory) in zip(self._windows, row.kv, strict=True):
             low = 0 if window is None else max(0, end - window + 1)
             first, last = -(-low // size), end // size
@@ -529,11 +595,12 @@ class FakeRunner:
 
 def _write(row: _Row, start: int, end: int, size: int) -> None:
     """What the tokens `start` to `end` of a row say goes into its blocks."""
-    hashes = row.hashes
+    hashes, dropped = row.hashes, row.dropped
+    start, end = start - dropped, end - dropped
     for first in range(start - start % size, end, size):  # of each block
         low, high = max(first, start), min(first + size, end)
         for table, memory in row.kv:
-            memory[table[first // size]][low - first : high - first] = hashes[low:high]
+            memory[table[first // size]][low - first : high - first] = hashes[low + dropped : high + dropped]
 
 
 class _Pending:

@@ -29,6 +29,10 @@ KERNEL_LINES = 120
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("src/paceline/config/options.py::option", "parameters"): "a keyword for each fact about an option",
     ("src/paceline/factory.py::build_engine", "parameters"): "a keyword for each part a caller may replace",
+    (
+        "src/paceline/runner/gpu/runner.py::GPURunner.__init__",
+        "parameters",
+    ): "a keyword for each part that a runner may have",
     ("src/paceline/llm/llm.py::LLM.chat", "parameters"): "the keywords that programs written for vLLM give",
     (
         "src/paceline/llm/async_llm.py::AsyncLLM.chat",

@@ -9,11 +9,14 @@ at scattered ones, then a decode step of 64 rows alone and beside copies that ne
 the engine alone, and through `LLM.generate`, which makes objects of them.
 *shared*: decode steps of branches with the beginnings they share computed once, and for each row, in turns: 64 branches
 of one prompt of 8,000 tokens, 8 branches of each of 32 prompts of 2,000 tokens.
+*branches*: from the fork of a running answer behind 8,000 tokens into 64 until every branch has its first token, and
+milliseconds per token of a beam of 4.
 
     python -m benchmarks.gpu.engine idle [--shape qwen3-0.6b] [--rows 256] [--steps 200]
     python -m benchmarks.gpu.engine swap
     python -m benchmarks.gpu.engine logprobs [--shape llama-3.1-8b] [--rows 64]
     python -m benchmarks.gpu.engine shared [--shape llama-3.1-8b]
+    python -m benchmarks.gpu.engine branches [--shape llama-3.1-8b]
 """
 
 from __future__ import annotations
@@ -322,6 +325,52 @@ def shared(given: Given) -> Found:
             row(given.shape, name, *figures)
     host_rows.LEAST_SPARED = enough
     return found
+
+
+FORKS, PARENT_TOKENS, BEAM = 64, 8000, 4
+
+
+@bench.part(SHAPE_FLAG, TOKENS_FLAG, ROUNDS_FLAG)
+def branches(given: Given) -> Found:
+    """How soon forks of a long answer speak, and what a beam takes per token."""
+    table("shape", "what", "median, ms", "slowest, ms")
+    found: Found = {}
+    with loaded(given.shape) as llm, no_garbage_collection():
+        works = {
+            f"{FORKS} forks": partial(forks_ms, llm, given.tokens),
+            f"beam of {BEAM}": partial(beam_ms, llm),
+        }
+        for name, work in works.items():
+            work()
+            taken = [work() for _ in range(given.rounds)]
+            found[name] = (statistics.median(taken), max(taken))
+            row(given.shape, name, *found[name])
+    return found
+
+
+def forks_ms(llm: LLM, tokens: int) -> float:
+    """From the fork of a running answer until every branch has a token."""
+    engine = llm.loaded.engine
+    (prompt,) = random_prompts(llm, 1, PARENT_TOKENS)
+    (parent,) = engine.add(prompt, replace(DRAWN, max_tokens=tokens))
+    while not any(len(batch.tokens) for batch in engine.step_overlapped().tokens):
+        pass
+    started_s, waiting = time.perf_counter(), set(engine.fork(parent, FORKS))
+    while waiting:
+        for batch in engine.step_overlapped().tokens:
+            waiting.difference_update(batch.requests.tolist())
+    taken_s = time.perf_counter() - started_s
+    while engine.has_requests or not engine.is_idle:
+        engine.step_overlapped()
+    return 1e3 * taken_s
+
+
+def beam_ms(llm: LLM) -> float:
+    """Per token of an answer."""
+    (prompt,) = random_prompts(llm, 1, PROMPT_TOKENS)
+    started_s = time.perf_counter()
+    llm.search("beam", prompt, SamplingParams(max_tokens=64, ignore_eos=True), width=BEAM)
+    return 1e3 * (time.perf_counter() - started_s) / 64
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ import torch
 
 import paceline.runner.gpu.kernels
 from benchmarks.harness import Benchmark, Given, flag
+from paceline.runner.gpu.kernels.adapter_product import adapter_tuning
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
+from tests.gpu import kernel_adapter_cases as adapter_cases
 from tests.gpu import kernel_cases, kernel_row_cases, kernel_small_cases
 from tests.gpu import kernel_expert_cases as expert_cases
 from tests.gpu import kernel_rule_cases as rule_cases
@@ -107,11 +109,20 @@ def experts(shape: Shape) -> None:
             expert_cases.check_product(layer, tokens)
 
 
+def adapters(shape: Shape) -> None:
+    product = adapter_cases.Product(
+        device=shape.device, dtype=shape.dtype, inner=96, widths=(72, 40), ranks=(16, 32)
+    )
+    tuning = replace(adapter_tuning(7, shape.dtype), inner=32, least_share=32)
+    for of_tokens in ([-1], [0, 1, -1, 1, 0, 0, 1] * 6):
+        adapter_cases.check_adapter_product(product, of_tokens, tuning=tuning)
+
+
 FAMILIES: dict[str, Family] = {
     family.__name__: family
     for family in (
         *(decode, prefill, shared, elementwise, products),
-        *(rows, sampling, rules, truncation, experts),
+        *(rows, sampling, rules, truncation, experts, adapters),
     )
 }
 

@@ -6,7 +6,6 @@ What needs torch is imported where it is used: the simulator builds engines too,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from paceline.config.engine import (
     SchedulerConfig,
 )
 from paceline.config.options import pick
+from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
@@ -34,9 +34,10 @@ from paceline.core.plan import Runner, StepChecker
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
-from paceline.core.sampling import SamplingParams
 from paceline.core.standing import Sleeper
+from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
+from paceline.engine.decode_time import decode_seconds
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
 from paceline.engine.prefix_keys import PrefixKeyHooks
@@ -58,10 +59,10 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
-MEASURED_STEPS = 3  # of which the shortest counts
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -171,6 +172,7 @@ class LoadedModel:
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
+    store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     sleeper: Sleeper | None = None  # None: its memory cannot be let go of
 
 
@@ -202,7 +204,7 @@ def load_model(
     from paceline.models.files.open import open_checkpoint
 
     # Raises at once for a bad option.
-    drafts = DraftConfig.read(model.speculative_config)
+    drafts = read_speculative_config(model.speculative_config)
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -223,21 +225,23 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
-    if on_gpu and model.has_adapters:
-        raise ConfigError("adapters are computed on a CPU only: add --device cpu, or leave --enable-lora out")
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, sleeper = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper = built
     engine = build_engine(
         config,
         runner,
+        hooks=None if disk is None else PrefixKeyHooks(KeyMaker(config.kv.block_size, disk.store.key)),
         recorder=recorder,
         about={"runner": hardware.runner},
         guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
+    if disk is not None:
+        notices += disk.attach(engine.scheduler)
+        engine.on_close = disk.close
     return LoadedModel(
         engine=engine,
         config=config,
@@ -248,6 +252,7 @@ def load_model(
         pulse=pulse,
         free=None if on_gpu else free,
         cpu_work=cpu_work,
+        store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
         sleeper=sleeper,
     )
 
@@ -261,7 +266,8 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
-    sleeper: Sleeper | None = None  # of a model without adapters: what was loaded into the step goes with it
+    disk: DiskLevel | None = None
+    sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
 
 
 def _on_cpu(
@@ -274,7 +280,8 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
+    from paceline.runner.disk_level import DiskLevel
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, cpu_kv_dtype, line_costs
     from paceline.runner.sleeper import CPUSleeper
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
@@ -288,16 +295,30 @@ def _on_cpu(
         config = _with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
-        decoding = partial(
-            _decode_seconds, config.kv, lambda small: CPURunner(small, backend.make_step(small), ends)
-        )
+
+        def small_engine(small: EngineConfig) -> Engine:
+            return build_engine(small, CPURunner(small, backend.make_step(small), ends))
+
+        decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_bytes = config.kv.num_blocks * block_bytes(checkpoint.spec, config.kv.block_size, backend.further)
+    kv_dtype = cpu_kv_dtype(model)
+    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
+    about = {name: value for name, value in backend.about.items() if name != "threads"}
+    known = (
+        config.kv.block_size,
+        kv_dtype,
+        about,
+        model.quantization,
+        drafts and (drafts.method, drafts.model),
+    )
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
+    kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
-        kv_dtype="float32",
+        kv_dtype=kv_dtype,
         kv_bytes=kv_bytes,
         runner=backend.about,
         quantization=model.quantization,
@@ -315,10 +336,12 @@ def _on_cpu(
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
-        config = _with_costs(config, PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s))
-    built = Built(config, runner, hardware, backend.notices, sleeper.work, None, sleeper)
-    adapters = getattr(runner.compute, "adapters", None)
-    return built._replace(adapters=adapters, sleeper=None) if model.has_adapters else built
+        prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+    adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
+    moving = runner if disk is None else disk.start(runner, runner.compute.kv)
+    sleeps = None if disk is not None or model.has_adapters else sleeper
+    return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
 
 
 def _cpu_backend(
@@ -369,10 +392,10 @@ def _native_backend(
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
+    from paceline.runner.sizing import cpu_kv_dtype
 
-    reason = "they compute no adapters yet"
-    if not model.has_adapters:
-        reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+    block_size = int(given.get("block_size", 16))
+    reason = objection(checkpoint, block_size, model.quantization, cpu_kv_dtype(model))
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -394,7 +417,7 @@ def _native_backend(
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse)
+        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=cpu_kv_dtype(model))
 
     return CPUBackend(
         make_step=make_step,
@@ -425,6 +448,7 @@ def _torch_backend(
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
     from paceline.runner.guessers import build_guesser, model_drafter
+    from paceline.runner.sizing import cpu_kv_dtype
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -442,42 +466,13 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, cpu_kv_dtype(model)),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},
         further=() if net is None else net.layers,
         make_drafter=None if net is None else partial(model_drafter, net),
     )
-
-
-def _decode_seconds(
-    kv: KVConfig, make_runner: Callable[[EngineConfig], Runner], rows: int, context: int
-) -> float:
-    """Seconds of a step in which `rows` rows with `context` tokens each decode, on a small separate engine."""
-    length, block_size = context + MEASURED_STEPS + 2, 16
-    groups = tuple(GroupSpec(window=group.window) for group in kv.groups)
-    blocks = rows * (-(-length // block_size)) + 1
-    config = EngineConfig(
-        kv=KVConfig(num_blocks=blocks, block_size=block_size, enable_prefix_caching=False, groups=groups),
-        scheduler=SchedulerConfig(
-            max_num_seqs=rows, max_num_batched_tokens=rows * context, max_model_len=length, watermark=0.0
-        ),
-        depth=0,
-    )
-    engine = build_engine(config, make_runner(config))
-    for _ in range(rows):
-        engine.add(
-            [1] * context, SamplingParams(max_tokens=MEASURED_STEPS + 1, temperature=0.0, ignore_eos=True)
-        )
-    engine.step()  # the prompts, all at once
-    taken = []
-    for _ in range(MEASURED_STEPS):
-        started_s = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - started_s)
-    engine.close()
-    return min(taken)
 
 
 def _on_gpu(
@@ -493,7 +488,9 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
+    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
+    from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
@@ -516,11 +513,21 @@ def _on_gpu(
         checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
     )
     on_progress("preparing kernels", 0, 0)
-    config = _engine_config(checkpoint, build.choose_gpu_sizes(model, spec, given, device, dtype, head))
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
+    if room is not None and given.get("mode", "continuous") == "continuous":
+        given = {**given, "max_loras": room.places}
+    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)
+    config = _engine_config(checkpoint, sizes)
+    per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
+    name = torch.cuda.get_device_name(device)
+    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
+    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
-    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, kv_dtype=kv_dtype, head=head)
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, **more)
     if drafts is not None:
         config = _with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
@@ -528,16 +535,19 @@ def _on_gpu(
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
     if _weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
-        config = _with_costs(config, device_preemption_costs(runner, config.scheduler, block_s))
+        prices = device_preemption_costs(runner, config.scheduler, block_s)
+        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+    runner.host_places.pin_rest()
     hardware = Hardware(
-        device=torch.cuda.get_device_name(device),
+        device=name,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * device_block_bytes(spec, kv_dtype, len(further_layers(head))),
+        kv_bytes=config.kv.num_blocks * per_block,
         runner={"name": "gpu"},
         quantization=model.quantization,
     )
-    return Built(config, runner, hardware, (), CPUWork)
+    moving = runner if disk is None else disk.start(runner, runner.host_places)
+    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
@@ -560,7 +570,11 @@ def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
 def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
     windows = checkpoint.spec.group_windows
     return EngineConfig(
-        kv=KVConfig(**pick(KVConfig, sizes), groups=tuple(GroupSpec(window=window) for window in windows)),
+        kv=KVConfig(
+            **pick(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in windows),
+            cache_on_host=sizes.get("cache_on_host", False),
+        ),
         scheduler=_scheduler_config(sizes),
         **pick(EngineConfig, sizes),
     )

@@ -21,10 +21,11 @@ class Coverage:
         trouble: Trouble,
         make_recorder: Callable[[EngineConfig], StepRecorder] | None = None,
         *,
-        trees: bool = False,
+        told: bool = True,
     ) -> None:
+        """`told`: what requests do is understood by `Truth`, if the config and the trouble are."""
         self.counts: Counter[str] = Counter()
-        self.truth = Truth(config) if can_tell(config, trouble) and not trees else None
+        self.truth = Truth(config) if told and can_tell(config, trouble) else None
         recorder = make_recorder(config) if make_recorder is not None else None
         self._further = [each for each in (recorder, self.truth) if each is not None]
 
@@ -37,6 +38,7 @@ class Coverage:
         if len(plan.block_copies.row):
             counts["copy-on-write"] += len(plan.block_copies.row)
         counts["store"] += len(plan.store.disk)
+        counts["drop"] += len(plan.drops.row)
         counts["fetch"] += len(plan.fetch.disk)
         counts["failed copy"] += 0 if record.result is None else len(record.result.copies_failed)
         for decision in record.decisions:

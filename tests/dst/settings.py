@@ -172,13 +172,17 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
         disk_block_s=rng.choice((1e-5, 1e-3, 1e-2)),
         disk_write_s=rng.choice((0.0, 1e-3, 0.02, 1.0)),
     )
+    num_host = 2 + int(kv.num_blocks * rng.choice((0.1, 0.3, 1)))
+    num_disk = int(kv.num_blocks * rng.choice((0, 3, 6)))
     return replace(
         config,
         kv=replace(
             kv,
             cache_on_host=True,
-            num_host_blocks=2 + int(kv.num_blocks * rng.choice((0.1, 0.3, 1))),
-            num_disk_blocks=int(kv.num_blocks * rng.choice((0, 3, 6))),
+            num_host_blocks=num_host,
+            num_disk_blocks=num_disk,
+            # Not drawn from `rng`, so that the rest of a seed is what it was.
+            num_staging_blocks=num_host if num_disk and (num_host + num_disk) % 3 == 0 else 0,
         ),
         scheduler=replace(scheduler, preemption_costs=costs),
     )

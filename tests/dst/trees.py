@@ -16,7 +16,6 @@ from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidTransition
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.objectives import REFUSALS
-from tests.fakes import reference_output
 from tests.guides import FakeGuide
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class TreeMoves:
         except (*REFUSALS, InvalidTransition):
             world.check_refusal(before)
             return
-        expected, _ = reference_output(client.prompt, client.sampling, len(client.tokens), client.seen)
+        expected, _ = world.alone(client, len(client.tokens))
         if client.tokens != expected:
             raise InvariantViolation("O1", f"request {request.id} got {client.tokens}, alone {expected}")
         events = world.engine.scheduler.take_events()

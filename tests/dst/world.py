@@ -15,6 +15,7 @@ from itertools import accumulate
 from paceline.config.engine import EngineConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, Held, StepEvents
+from paceline.core.kv_keep import KVKeep
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -24,6 +25,7 @@ from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
+from tests.dst.adapters import AdapterMoves, draw_adapters
 from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
@@ -59,17 +61,27 @@ class World:
     ) -> None:
         """`drafts`, `trees`: False: there are none, whatever the seed says."""
         self.guide_rng = random.Random(seed + 13)
+        self.keep_rng = random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
-        self.config = draw_levels(level_rng, self.config)
+        self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
+        can_drop = len(self.config.kv.groups) == 1 and self.config.kv.groups[0].window is None
+        can_drop &= self.config.scheduler.mode == "continuous" and self.config.scheduler.drafts is None
+        # Some requests drop parts of their KV.
+        self.drops_kv = self.keep_rng.random() < 0.25 and can_drop
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(self.config, self.trouble, make_recorder, trees=trees and has_trees(seed))
+        self.coverage = Coverage(
+            self.config,
+            self.trouble,
+            make_recorder,
+            told=not self.drops_kv and not (trees and has_trees(seed)),
+        )
         block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
@@ -85,6 +97,7 @@ class World:
             faults.late_moves = level_rng.choice((0, 3, 8))
             faults.copy_failure = level_rng.choice((0.0, 0.02, 0.1))
         self.runner = WatchedRunner(self.config, faults)
+        self.adapters = AdapterMoves(seed, self.config, self.runner)
         self.engine = build_engine(
             self.config,
             self.runner,
@@ -94,7 +107,9 @@ class World:
             make_pool=self.shortage.make_pool,
             make_checker=self._make_checker,
             guide_maker=FakeGuideMaker(self.guide_rng),
+            make_adapters=self.adapters.make,
         )
+        self.adapters.begin(self.engine)
         if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
         self.runner.scheduler = self.engine.scheduler
@@ -185,7 +200,7 @@ class World:
             -(-r.num_tokens // scheduler.state.dial.fewest) + r.max_total
             for r in scheduler.state.requests.values()
         )
-        allowed = 200 + 8 * work * (2 + config.max_preemptions)
+        allowed = 200 + 40 * len(scheduler.state.requests) + 8 * work * (2 + config.max_preemptions)
         for request in list(scheduler.state.requests.values()):
             if request.state is RequestState.PAUSED:
                 scheduler.resume(request.id)
@@ -202,7 +217,8 @@ class World:
         self.receive(self.engine.drain())
 
     def _count(self) -> None:
-        counters, counts = self.engine.scheduler.state.counters, self.coverage.counts
+        scheduler_state = self.engine.scheduler.state
+        counters, counts = scheduler_state.counters, self.coverage.counts
         counts["preempt"] += counters.preempted
         counts["swap"] += counters.swapped
         counts["fork"] += counters.forked
@@ -212,6 +228,8 @@ class World:
         counts["failed step"] += counters.failed_steps
         counts["nan row"] += self.runner.nan_rows
         counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)
+        counts["adapter read"] += scheduler_state.adapters.read
+        counts["adapter evicted"] += scheduler_state.adapters.evicted
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
         counts[f"mode {self.config.scheduler.mode}"] += 1
@@ -248,10 +266,10 @@ class World:
             self._held(held)
         if not events.finished:
             return
-        # An abort comes before the results of its step: a token beside it would come after the ending.
+        # No token of a step that was under way comes after an abort.
         for ending in events.finished:
             for batch in events.tokens if ending.reason is FinishReason.ABORT else ():
-                if ending.request in batch.requests:
+                if (batch.index[batch.requests == ending.request] >= ending.num_output).any():
                     raise InvariantViolation("S20", f"request {ending.request} got a token out of turn")
         for ending in events.finished:
             self._ended(ending)
@@ -264,7 +282,7 @@ class World:
             client.tokens = client.tokens[: client.stop_at]
             client.stop_at, expected = None, client.tokens
         else:
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = self.alone(client)
             if held.reason.value != reason:
                 raise InvariantViolation("O1", f"request {held.request} is held for {held.reason.value}")
         if client.tokens != expected or held.num_output != client.before + len(client.tokens):
@@ -289,15 +307,22 @@ class World:
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = self.alone(client)
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
         else:  # it was ended: what it got is a beginning
-            expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen)
+            expected, reason = self.alone(client, len(got))
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
         if ending.num_output - client.before != (len(got) if client.stop_at is None else client.stop_at):
             raise InvariantViolation("O4", f"request {ending.request}: {ending.num_output} is not {len(got)}")
+
+    def alone(self, client: Expectation, at_most: int | None = None) -> tuple[list[int], str]:
+        """What a client gets from an engine that has nothing else to do."""
+        size, before = self.config.kv.block_size, client.before
+        return reference_output(
+            client.prompt, client.sampling, at_most, client.seen, size, before, client.start
+        )
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
         """Faults that were injected and may have ended this request."""
@@ -318,6 +343,7 @@ class World:
         rng, traffic = self.rng, self.traffic
         self.changes.perhaps()
         self.trees.perhaps()
+        self.adapters.perhaps()
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
@@ -370,9 +396,20 @@ class World:
         service_level = self.objectives.service_level(rng.choice((0, 0, 0, 1, 2)))
         if rng.random() < traffic.guided_share:
             sampling = replace(sampling, structured_outputs=self._structure())
+        if self.drops_kv and self.keep_rng.random() < 0.6:
+            size = self.config.kv.block_size
+            first, recent = self.keep_rng.randint(0, 2 * size), self.keep_rng.randint(1, 4 * size)
+            sampling = replace(sampling, kv_keep=KVKeep(first=first, recent=recent))
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
         try:
-            ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level, tree=limits)
+            ids = self.engine.add(
+                prompt,
+                sampling,
+                tenant=tenant,
+                service_level=service_level,
+                tree=limits,
+                adapter=self.adapters.choose(),
+            )
         except REFUSALS:
             self.check_refusal(before)
             return
@@ -401,6 +438,7 @@ class World:
     def expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
         request = self.engine.scheduler.state.requests[rid]
         client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
+        client.start = self.adapters.start(request.adapter)
         self.clients[rid] = self.live[rid] = client
         self.due |= {rid} if request.deadline_s is not None else set()
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:

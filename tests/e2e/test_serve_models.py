@@ -270,6 +270,7 @@ BAD_FILES = {
     "models: [{model: a, pinned: true, idle_sleep_s: 3}]": "pinned and never sleeps",
     "models: [{model: a, sleep_level: 3}]": "--sleep-level must be at most 2",
     "memory_bytes: much\nmodels: [{model: a}]": "memory_bytes must be a number of bytes",
+    "models: [{model: a, kv_disk_dir: x}, {model: b, kv_disk_dir: x}]": "cannot write to one --kv-disk-dir",
     "models: [{model: a, run_log: x.jsonl}, {model: b, run_log: x.jsonl}]": "cannot write to one --run-log",
 }
 

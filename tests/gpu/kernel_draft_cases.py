@@ -64,6 +64,7 @@ def random_rows(number: int, *, vocabulary: int) -> RowColumns:
         length=_draw(1, LONGEST_ROW - 20, number),
         max_length=_draw(LONGEST_ROW - 60, LONGEST_ROW, number),
         active=(torch.rand(number) < 0.85).to(torch.int32),
+        dropped=torch.zeros(number, dtype=torch.int32),
         stop_ids=torch.where(
             torch.rand(number, MAX_STOP_IDS) < 0.2, _draw(0, vocabulary, number, MAX_STOP_IDS), -1
         ).to(torch.int32),

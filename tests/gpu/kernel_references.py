@@ -313,7 +313,8 @@ def reference_decode_inputs(
         if not rows.active[row] or length < 1:
             found.append((0, 0, (-1,) * len(tables), 0))
             continue
-        block, place = divmod(length - 1, BLOCK_SIZE)
+        block, place = divmod(length - 1 - int(rows.dropped[row]), BLOCK_SIZE)
         places = tuple(int(table[row, block]) * BLOCK_SIZE + place for table in tables)
-        found.append((int(rows.tokens[row, length - 1]), length - 1, places, length))
+        seen = length - int(rows.dropped[row])
+        found.append((int(rows.tokens[row, length - 1]), length - 1, places, seen))
     return found

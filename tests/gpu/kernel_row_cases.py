@@ -18,6 +18,7 @@ from paceline.runner.gpu.kernels.step_rows import (
     StepTokens,
     decode_inputs,
     span_inputs,
+    span_values,
     update_rows,
     write_words,
 )
@@ -54,6 +55,7 @@ def _rows() -> tuple[RowColumns, list[Tensor]]:
         length=column(1, 64, 65, 130, 0, 77),
         max_length=column(200, 200, 200, 200, 200, 200),
         active=column(1, 1, 1, 0, 1, 1),
+        dropped=column(0, 0, 0, 64, 0, 64),
         stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32),
         tokens=torch.randint(0, 1000, (num_rows, width), dtype=torch.int32),
     )
@@ -75,21 +77,25 @@ def check_decode_inputs(device: str) -> None:
 
 
 def check_span_inputs(device: str) -> None:
-    """The tokens of spans, and nothing beside them."""
+    """The tokens of spans, and nothing beside them; then the values of their rows."""
     rows, tables = _rows()
+    # Row 3 has dropped a block: its places lie so much before its positions.
     columns = {"row": (3, 0), "first": (2, 70), "count": (68, 3), "position": (60, 0)}
     spans = Spans(**{name: column(*values, device=device) for name, values in columns.items()})
     into = _room(80, 2, device)
-    span_inputs(into, spans, 68, rows.tokens.to(device), [table.to(device) for table in tables])
+    span_inputs(into, spans, 68, _on(rows, device), [table.to(device) for table in tables])
     for row, first, count, position in zip(*columns.values(), strict=True):
         for index in range(count):
             place = position + index
-            assert into.ids[first + index] == int(rows.tokens[row, place])
-            assert into.positions[first + index] == place
+            at = place + int(rows.dropped[row])
+            assert into.ids[first + index] == int(rows.tokens[row, at])
+            assert into.positions[first + index] == at
             for group in range(2):
                 block = int(tables[group][row, place // BLOCK_SIZE])
                 assert into.slots[group][first + index] == block * BLOCK_SIZE + place % BLOCK_SIZE
     assert into.ids[:2].tolist() == [-5, -5] and into.ids[73] == -5
+    span_values(into.ids, column(8, 0, 0, 9, device=device), spans, 68)
+    assert into.ids[:75].tolist() == [-5, -5, *[9] * 68, *[8] * 3, -5, -5]
 
 
 def check_write_words(device: str) -> None:
@@ -112,6 +118,7 @@ def check_row_update(device: str, *, rows: int, slots: int) -> None:
         length=drawn_column(1, 9),
         max_length=drawn_column(5, 20),
         active=drawn_column(0, 2),
+        dropped=torch.zeros(rows, dtype=torch.int32),
         stop_ids=torch.randint(-1, 20, (rows, MAX_STOP_IDS), dtype=torch.int32),
         tokens=torch.zeros(rows, 24, dtype=torch.int32),
     )

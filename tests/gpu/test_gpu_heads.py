@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 
 from paceline.models.files.draft_head import HeadFiles, head_tensors, new_head, write_head
 from paceline.models.files.open import open_checkpoint
+from paceline.scheduler import sized_drafts
 from tests.gpu.engine_cases import PROMPTS, engine, saved, tokens_of
 
 NUM_NEW = 50
@@ -73,7 +74,10 @@ def test_heads_change_no_token_where_numbers_are_exact(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_how_steps_are_run_changes_no_byte(tmp_path: Path, kind: str) -> None:
+def test_how_steps_are_run_changes_no_byte(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sized_drafts, "GAIN", 0.0)  # drafts, even where launching them takes longest
     config = drafts_of(tmp_path, "llama", kind)
     found = []
     for eager in (False, True):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.models.files.adapter import Adapter
 from paceline.models.files.stored import TensorSource
 from tests.native.matrices import group_scales
 
@@ -14,16 +15,21 @@ Doubles = NDArray[np.float64]
 
 
 class Float64Model:
-    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, as in the kernels."""
+    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, as in the kernels; those of an
+    adapter's have not."""
 
-    def __init__(self, source: TensorSource, *, rounds_inputs: bool = True) -> None:
+    def __init__(
+        self, source: TensorSource, *, rounds_inputs: bool = True, adapter: Adapter | None = None
+    ) -> None:
         spec = source.spec
         assert spec.experts is None and not (spec.qk_norm or spec.qkv_bias or spec.sandwich_norms)
         self._source, self._spec, self._rounds = source, spec, rounds_inputs
+        self._added = {} if adapter is None else adapter.parts
 
-    def logits(self, tokens: Sequence[int]) -> Doubles:
-        """[tokens, vocabulary]."""
+    def logits(self, tokens: Sequence[int], seen: NDArray[np.bool_] | None = None) -> Doubles:
+        """[tokens, vocabulary]; `seen` [tokens, tokens]: which tokens each may see."""
         spec = self._spec
+        self._seen = np.ones((len(tokens), len(tokens)), np.bool_) if seen is None else seen
         x = self._weight("model.embed_tokens")[list(tokens)]
         for layer in range(spec.num_layers):
             prefix = f"model.layers.{layer}."
@@ -42,7 +48,7 @@ class Float64Model:
         keys, values = keys.repeat(group, axis=1), heads[2].repeat(group, axis=1)
         scores = np.einsum("qhd,khd->hqk", queries, keys) * spec.softmax_scale
         distance = np.arange(count)[:, None] - np.arange(count)
-        seen = (distance >= 0) & (distance < (spec.windows[layer] or count))
+        seen = (distance >= 0) & (distance < (spec.windows[layer] or count)) & self._seen
         weights = np.exp(np.where(seen, scores, -np.inf) - scores.max(axis=-1, keepdims=True))
         found = np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), values)
         return self._product(prefix + "o_proj", found.reshape(count, -1))
@@ -61,10 +67,15 @@ class Float64Model:
         return found
 
     def _product(self, name: str, x: Doubles) -> Doubles:
+        more: Doubles | float = 0.0
+        if name.startswith("model.layers."):
+            pair = self._added.get((int(name.split(".")[2]), name.split(".")[-1].removesuffix("_proj")))
+            if pair is not None:
+                more = x @ pair.a.astype(np.float64).T @ pair.b.astype(np.float64).T
         if self._rounds:
             q, scale = group_scales(x.astype(np.float32))
             x = (q * scale[..., None]).reshape(x.shape)
-        found: Doubles = x @ self._weight(name).T
+        found: Doubles = x @ self._weight(name).T + more
         return found
 
     def _weight(self, name: str) -> Doubles:

@@ -43,6 +43,7 @@ def batch(position: int = 3) -> FlatBatch:
         masked=one > 0,
         tokens=one + 7,
         positions=one + position,
+        places=one + position,
         lengths=one + position + 1,
         row_of=one,
         slots=(one + SUB_BLOCK + position,),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.core.kv_keep import KVKeep
 from paceline.models.spec import ExpertsSpec, ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.layout import COLUMNS, Q8, Q8_GROUP, SUB_BLOCK
@@ -75,21 +76,24 @@ def prompts() -> list[Prompt]:
 
 
 @cache
-def alone(kind: str) -> Record:
-    return record_native(model(kind), prompts(), ALONE, num_new=NUM_NEW)
+def alone(kind: str, kv_dtype: str = "float32") -> Record:
+    return record_native(model(kind), prompts(), ALONE, num_new=NUM_NEW, kv_dtype=kv_dtype)
 
 
 def only(run: Record, chosen: Sequence[int]) -> Record:
     return replace(run, outputs=[run.outputs[index] for index in chosen])
 
 
-@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize(
+    "kind, kv_dtype", [("plain", "float32"), ("experts", "float32"), ("experts", "int8")]
+)
 @pytest.mark.parametrize("around", CIRCUMSTANCES, ids=str)
-def test_the_same_bits_as_alone(kind: str, around: Circumstances) -> None:
+def test_the_same_bits_as_alone(kind: str, kv_dtype: str, around: Circumstances) -> None:
+    """Keys and values that are rounded to bytes are rounded once: chunks, hits, copies and swaps read the same."""
     chosen = range(len(prompts())) if around.budget > 1 else FEW
     given = [prompts()[index] for index in chosen]
-    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80)
-    assert not differences(run, only(alone(kind), chosen))
+    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80, kv_dtype=kv_dtype)
+    assert not differences(run, only(alone(kind, kv_dtype), chosen))
     assert len(run.bits) > sum(map(len, given)) // 2
     assert bool(run.preempted) == bool(around.preempt)
     assert bool(run.forked) == around.fork
@@ -107,9 +111,23 @@ def test_the_same_bits_with_any_number_of_threads(kind: str, threads: tuple[int,
     assert len(run.bits) > sum(len(prompts()[index]) for index in FEW)
 
 
+def test_bytes_have_other_bits_than_floats() -> None:
+    floats, rounded = alone("experts"), alone("experts", "int8")
+    same = [text for text in floats.bits.keys() & rounded.bits.keys() if len(text) > 1]
+    assert same and not any(floats.bits[text] == rounded.bits[text] for text in same)
+    apart = [
+        np.abs(
+            np.frombuffer(floats.bits[text], np.float32) - np.frombuffer(rounded.bits[text], np.float32)
+        ).max()
+        for text in same
+    ]
+    size = max(np.abs(np.frombuffer(floats.bits[text], np.float32)).max() for text in same)
+    assert np.median(apart) < 0.02 * size, "a byte is a small error"
+
+
 def test_outputs_are_varied() -> None:
-    for kind in ("plain", "experts"):
-        outputs = alone(kind).outputs
+    for kind, kv_dtype in (("plain", "float32"), ("experts", "float32"), ("experts", "int8")):
+        outputs = alone(kind, kv_dtype).outputs
         assert len(set(outputs)) > 0.8 * len(outputs)
         assert sum(len(set(output)) for output in outputs) > 3 * len(outputs)
 
@@ -146,6 +164,57 @@ def test_logits_are_those_of_the_same_arithmetic_in_float64(window: int | None) 
     assert np.concatenate(unrounded).min() > 1e-3, "this test would not see how inputs are rounded"
 
 
+# ---------------------------------------------------------------- KV that is dropped
+
+KEPT = KVKeep(first=20, recent=40)
+DROPPING = [
+    Circumstances(kv_keep=KEPT),
+    Circumstances(kv_keep=KEPT, budget=1),
+    Circumstances(kv_keep=KEPT, budget=7, threads=(2,)),
+    Circumstances(kv_keep=KEPT, caching=True, alone=True),
+    Circumstances(kv_keep=KEPT, caching=True, preempt="recompute", depth=1),
+    Circumstances(kv_keep=KEPT, preempt="swap", depth=2),
+]
+LONG_OUTPUT = 45
+
+
+@cache
+def dropping_alone(kv_dtype: str) -> Record:
+    around = replace(ALONE, kv_keep=KEPT)
+    given = [prompts()[index] for index in FEW]
+    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("around", DROPPING, ids=str)
+def test_what_is_dropped_follows_from_positions_alone(kv_dtype: str, around: Circumstances) -> None:
+    """Chunks, hits, preemption and others in the batch change no bit of an answer that drops KV."""
+    given = [prompts()[index] for index in FEW]
+    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80, kv_dtype=kv_dtype)
+    assert not differences(run, dropping_alone(kv_dtype))
+    assert bool(run.preempted) == bool(around.preempt)
+    whole = record_native(
+        model("plain"), given, replace(ALONE, budget=64), num_new=LONG_OUTPUT, kv_dtype=kv_dtype
+    )
+    assert run.outputs != whole.outputs, "nothing was dropped"
+
+
+def test_a_token_sees_the_beginning_and_what_is_recent() -> None:
+    """Against the same model in float64 with what is dropped hidden; positions stay those of the tokens."""
+    given = QuantizedSource(tiny_spec(), "F32")
+    text = tuple(random.Random(5).randrange(160) for _ in range(70))
+    around = Circumstances(budget=64, kv_keep=KEPT)
+    run = record_native(build_model(given, MAX_LEN), [text], around, num_new=50)
+    tokens = (*text, *run.outputs[0][:-1])
+    seen = np.ones((len(tokens), len(tokens)), np.bool_)
+    for position in range(len(text), len(tokens)):
+        seen[position, 32 : max(32, (position + 1 - KEPT.recent) // 16 * 16)] = False
+    assert not seen[-1, 32:64].any() and seen[-1, :32].all() and seen[len(text) - 1].all()
+    exact = Float64Model(given, rounds_inputs=False).logits(tokens, seen)
+    found = [np.frombuffer(run.bits[tokens[: count + 1]], np.float32) for count in range(len(tokens))]
+    np.testing.assert_allclose(np.stack(found), exact, atol=2e-3 * float(np.abs(exact).max()))
+
+
 # ---------------------------------------------------------------- what is written where
 
 
@@ -178,11 +247,8 @@ class Watched:
 
     def _by_slot(self, pool: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[slots, numbers of a token]."""
-        blocks, subs, heads = pool.shape[:3]
-        keys = pool[:, :, :, 0].reshape(blocks, subs, heads, -1, SUB_BLOCK).transpose(0, 1, 4, 2, 3)
-        values = pool[:, :, :, 1].reshape(blocks, subs, heads, SUB_BLOCK, -1).transpose(0, 1, 3, 2, 4)
-        count = blocks * subs * SUB_BLOCK
-        return np.concatenate([keys.reshape(count, -1), values.reshape(count, -1)], axis=1)
+        count = pool.shape[0] * pool.shape[1] * SUB_BLOCK
+        return np.concatenate([part.reshape(count, -1) for part in self.kv.by_token(pool)], axis=1)
 
 
 def record_watched(native: NativeModel, given: list[Prompt], around: Circumstances) -> tuple[Record, Watched]:
@@ -268,6 +334,7 @@ def test_runners_of_one_model_have_separate_caches() -> None:
             masked=one > 0,
             tokens=one + 7,
             positions=one,
+            places=one,
             lengths=one + 1,
             row_of=one,
             slots=(one + SUB_BLOCK,),

@@ -17,6 +17,7 @@ from paceline.runner.native.layout import (
     Q8,
     SILU,
     SUB_BLOCK,
+    kv_head_bytes,
     panel_bytes,
 )
 from tests.native.matrices import TYPES, Floats, group_scales, stored
@@ -214,51 +215,109 @@ def test_the_embedding_of_a_token_is_its_row(code: Code, dtype: str) -> None:
         np.testing.assert_allclose(out, weights[token], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dim", [16, 64, 96])
+class Paged:
+    """Tokens in sub-blocks at shuffled places; what was not kept is NaN, also as a scale."""
+
+    def __init__(self, code: Code, dim: int, subs: int, *, in_bytes: bool) -> None:
+        self.code, self.dim, self.subs, self.in_bytes = code, dim, subs, in_bytes
+        self.size = kv_head_bytes(dim, in_bytes=in_bytes)
+        self.order = np.random.default_rng(dim).permutation(np.arange(1, 8))
+        self.kv = np.full(8 * subs * self.size // 4, np.nan, np.float32).view(np.uint8).reshape(-1, self.size)
+
+    def keep(self, token: int, key: Floats, value: Floats) -> None:
+        block, place = divmod(token, SUB_BLOCK * self.subs)
+        sub, lane = divmod(place, SUB_BLOCK)
+        entry, dim = self.kv[self.order[block] * self.subs + sub], self.dim
+        if not self.in_bytes:
+            floats = entry.view(np.float32)
+            floats[: dim * 16].reshape(dim, 16)[:, lane] = key
+            floats[dim * 16 :].reshape(16, dim)[lane] = value
+            return
+        at, scale = address(entry), address(entry) + 32 * dim + 4 * lane
+        self.code.probe("keep_bytes", arguments(address(key), dim, at + 4 * lane, 64, scale))
+        self.code.probe("keep_bytes", arguments(address(value), dim, at + (16 + lane) * dim, 4, scale + 64))
+
+    def attend(self, queries: Floats, first: NDArray[np.int64], end: NDArray[np.int64]) -> Floats:
+        table, step = self.order.astype(np.int64), (8 * SUB_BLOCK * self.subs + 32) * 4
+        scores, x, out = aligned(4 * step), aligned(6 * self.dim), np.empty_like(queries)
+        where = (address(queries), address(first), address(end), address(table), self.subs, address(self.kv))
+        more = (self.size, self.dim, address(scores), step, address(out), int(self.in_bytes), address(x))
+        self.code.probe("attend", arguments(len(queries), *where, *more))
+        return out
+
+
+def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each row to bytes and back."""
+    scale = np.abs(values).max(axis=-1, keepdims=True) / 127
+    found: NDArray[np.float64] = np.rint(values / np.where(scale > 0, scale, 1.0)) * scale
+    return found
+
+
+@pytest.mark.parametrize(
+    "dim, in_bytes", [(16, False), (64, False), (96, False), (32, True), (64, True), (96, True)]
+)
 @pytest.mark.parametrize("subs", [1, 2])
-def test_attention_sees_what_it_may_and_nothing_else(code: Code, dim: int, subs: int) -> None:
+def test_attention_sees_what_it_may_and_nothing_else(code: Code, dim: int, subs: int, in_bytes: bool) -> None:
     """Tokens that no query may see hold NaN; those that another query may see hold anything finite."""
     rng = np.random.default_rng(dim)
-    blocks, length = 8, 7 * SUB_BLOCK * subs
-    kv = np.full((blocks * subs, 2 * dim * SUB_BLOCK), np.nan, np.float32)
-    order = rng.permutation(np.arange(1, blocks))
+    length = 7 * SUB_BLOCK * subs
+    paged = Paged(code, dim, subs, in_bytes=in_bytes)
     keys, values = (rng.normal(0, 1, (length, dim)).astype(np.float32) for _ in range(2))
     low, high = 21, length - 5
     for token in range(low, high):
-        block, place = divmod(token, SUB_BLOCK * subs)
-        sub, lane = divmod(place, SUB_BLOCK)
-        entry = kv[order[block] * subs + sub]
-        entry[: dim * 16].reshape(dim, 16)[:, lane] = keys[token]
-        entry[dim * 16 :].reshape(16, dim)[lane] = values[token]
-    table = order.astype(np.int64)
+        paged.keep(token, keys[token], values[token])
     first, end = np.array([low, 40, low, 33]), np.array([high, 41, 60, high])
     queries = rng.normal(0, 1, (4, dim)).astype(np.float32)
+    k, v, q = (tensor.astype(np.float64) for tensor in (keys, values, queries))
+    if in_bytes:
+        k, v, q = _rounded(k), _rounded(v), _rounded(q.reshape(4, -1, 32)).reshape(4, dim)
     alone: list[Floats] = []
-    step = (length + 32) * 4
     for rows in (1, 2, 3, 4):
-        scores, out = aligned(4 * step), np.empty((4, dim), np.float32)
-        for start in range(0, 4, rows):
-            count = min(rows, 4 - start)
-            seen = first[start : start + count].copy(), end[start : start + count].copy()
-            where = (
-                address(queries[start:]),
-                address(seen[0]),
-                address(seen[1]),
-                address(table),
-                subs,
-                address(kv),
-            )
-            code.probe(
-                "attend",
-                arguments(count, *where, 2 * dim * 64, dim, address(scores), step, address(out[start:])),
-            )
+        parts = [slice(start, start + rows) for start in range(0, 4, rows)]
+        out = np.concatenate([paged.attend(queries[part], first[part], end[part]) for part in parts])
         for row in range(4):
             span = slice(first[row], end[row])
-            weight = np.exp(keys[span].astype(np.float64) @ queries[row].astype(np.float64))
-            expected = weight @ values[span].astype(np.float64) / weight.sum()
-            np.testing.assert_allclose(out[row], expected, rtol=2e-4, atol=2e-5)
+            weight = np.exp(k[span] @ q[row])
+            np.testing.assert_allclose(out[row], weight @ v[span] / weight.sum(), rtol=2e-4, atol=2e-5)
         alone.append(out)
         assert np.array_equal(out, alone[0]), "a query's result depends on the ones beside it"
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_a_token_is_kept_as_bytes_and_a_scale(code: Code, plain: Code, dim: int) -> None:
+    values = np.random.default_rng(dim).normal(0, 3, dim).astype(np.float32)
+    values[5] = -np.abs(values).max() * 1.5
+    for source in (values, np.zeros(dim, np.float32)):
+        kept = []
+        for kernels in (code, plain):
+            quads, scale = np.full((dim // 4, 5, 4), 7, np.int8), np.empty(1, np.float32)
+            where = arguments(address(source), dim, address(quads) + 4, 20, address(scale))
+            kernels.probe("keep_bytes", where)
+            kept.append((quads, scale))
+            assert (quads[:, [0, 2, 3, 4]] == 7).all(), "others' places are touched"
+            wide = source.astype(np.float64)
+            np.testing.assert_allclose(quads[:, 1].ravel() * float(scale[0]), _rounded(wide), atol=1e-5)
+            assert scale[0] == np.float32(np.abs(source).max()) / np.float32(127)
+        assert np.array_equal(kept[0][0], kept[1][0]) and kept[0][1] == kept[1][1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_token_that_is_not_finite_shows_in_its_scale(code: Code, bad: float) -> None:
+    values, quads, scale = np.ones(32, np.float32), np.zeros(32, np.int8), np.zeros(1, np.float32)
+    values[9] = bad
+    code.probe("keep_bytes", arguments(address(values), 32, address(quads), 4, address(scale)))
+    assert not np.isfinite(scale[0])
+
+
+def test_bytes_give_the_same_bits_on_the_plain_path(code: Code, plain: Code) -> None:
+    rng, found = np.random.default_rng(3), []
+    keys, values, queries = (rng.normal(0, 1, (count, 64)).astype(np.float32) for count in (100, 100, 3))
+    for kernels in (code, plain):
+        paged = Paged(kernels, 64, 1, in_bytes=True)
+        for token in range(100):
+            paged.keep(token, keys[token], values[token])
+        found.append(paged.attend(queries, np.zeros(3, np.int64), np.array([100, 99, 98])))
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])

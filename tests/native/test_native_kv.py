@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,14 +17,14 @@ NUM_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 7, 5, 32
 SPEC = tiny_spec(window=8)  # the second of three layers
 
 
-@pytest.fixture
-def kv() -> KVPool:
+@pytest.fixture(params=["float32", "int8"])
+def kv(request: pytest.FixtureRequest) -> KVPool:
     """Every block holds its number, in every layer; group 1 is the window's."""
     groups = (GroupSpec(), GroupSpec(window=8, num_blocks=NUM_BLOCKS))
     config = KVConfig(
         block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, num_host_blocks=HOST_BLOCKS, groups=groups
     )
-    made = KVPool(SPEC, config)
+    made = KVPool(SPEC, config, request.param)
     for pool in made.layers:
         pool[:] = np.arange(NUM_BLOCKS).reshape(-1, *(1,) * (pool.ndim - 1))
     return made
@@ -70,13 +72,13 @@ def test_slots_are_wiped_one_by_one(kv: KVPool) -> None:
     """In a sub-block keys lie by dimension and values by token."""
     kv.clear(1, index(2 * BLOCK_SIZE + 3, 6 * BLOCK_SIZE + 31))
     for block, sub, token in ((2, 0, 3), (6, 1, 15)):
-        keys, values = np.moveaxis(kv.layers[1][block, sub], 1, 0)
-        by_token = (
-            keys.reshape(SPEC.num_kv_heads, SPEC.head_dim, 16),
-            values.reshape(SPEC.num_kv_heads, 16, SPEC.head_dim),
-        )
-        assert not by_token[0][:, :, token].any() and not by_token[1][:, token].any()
-        by_token[0][:, :, token] = by_token[1][:, token] = block
+        pool, dim, quad = kv.layers[1][block, sub], SPEC.head_dim, 4 if kv.in_bytes else 1
+        keys = pool[:, : 16 * dim].reshape(SPEC.num_kv_heads, dim // quad, 16, quad)
+        values = pool[:, 16 * dim : 32 * dim].reshape(SPEC.num_kv_heads, 16, dim)
+        scales = pool[:, 32 * dim :].reshape(SPEC.num_kv_heads, -1, 16, 4)  # none of floats
+        for part in (keys[:, :, token], values[:, token], scales[:, :, token]):
+            assert not part.any()
+            part[:] = block
     assert content(kv, 1) == list(range(NUM_BLOCKS)), "nothing else was wiped"
     assert content(kv, 0) == list(range(NUM_BLOCKS))
 
@@ -101,5 +103,12 @@ def test_blocks_that_do_not_exist_are_not_moved(kv: KVPool, source: int, target:
 
 
 def test_the_memory_is_what_sizes_are_chosen_by(kv: KVPool) -> None:
-    assert sum(pool.nbytes for pool in kv.layers) == NUM_BLOCKS * block_bytes(SPEC, BLOCK_SIZE)
+    assert sum(pool.nbytes for pool in kv.layers) == NUM_BLOCKS * block_bytes(
+        SPEC, BLOCK_SIZE, kv_dtype="int8" if kv.in_bytes else "float32"
+    )
     assert kv.num_slots(0) == kv.num_slots(1) == NUM_BLOCKS * BLOCK_SIZE
+
+
+def test_bytes_hold_3_7_times_the_tokens() -> None:
+    spec = replace(SPEC, head_dim=64)
+    assert block_bytes(spec, 16) / block_bytes(spec, 16, kv_dtype="int8") > 3.7

@@ -196,6 +196,7 @@ def prompt() -> tuple[DeviceRows, FlatBatch]:
         masked=one > 0,
         tokens=tokens % VOCAB,
         positions=tokens,
+        places=tokens,
         lengths=tokens + 1,
         row_of=tokens * 0,
         slots=(tokens + 16,),

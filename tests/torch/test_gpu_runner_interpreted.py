@@ -19,10 +19,13 @@ from tests.torch.interpreted import exact_fp8, reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import RowLogprobs, Runner
+from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.factory import build_engine
+from paceline.kv.tiers import HOST
 from paceline.models.files.open import open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
@@ -176,6 +179,52 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
 
 
+def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
+    """Tokens of a request that drops a block."""
+    checkpoint = open_checkpoint(folder, load_format="dummy")
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=256),
+        depth=depth,
+    )
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    runner: Runner
+    if on_gpu:
+        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
+    else:
+        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    engine = build_engine(config, runner)
+    random = np.random.default_rng(1)
+    found: dict[int, list[int]] = {}
+    for length in (66,):
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
+        found[engine.add(random.integers(0, 512, length).tolist(), sampling)[0]] = []
+    dropped = 0
+    while engine.has_requests or not engine.is_idle:
+        events = engine.step_overlapped()
+        assert engine.last_error is None, repr(engine.last_error)
+        dropped += sum(ending.cost.dropped for ending in events.finished)
+        for batch in events.tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+                if preempt and len(found[number]) == 4:
+                    assert engine.scheduler.preempt(RequestId(number), swap=False)
+    assert dropped == 64, "one block"
+    return list(found.values())
+
+
+KEPT = KVKeep(first=0, recent=5)
+
+
+def test_requests_that_drop_kv_get_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    """Also after a preemption, when what they had is computed again as it was."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected = dropping(tmp_path, on_gpu=False, depth=0)
+    assert dropping(tmp_path, on_gpu=False, depth=0, preempt=True) == expected
+    assert dropping(tmp_path, on_gpu=True, depth=2, preempt=True) == expected
+
+
 def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     checkpoint = open_checkpoint(tmp_path, load_format="dummy")
@@ -187,3 +236,46 @@ def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:
     paced = with_pace(given, runner, checkpoint.spec, 4)
     assert paced.keeps_pace and paced.step_costs is not None and paced.max_num_batched_tokens == 48
     assert paced.step_costs.sizes == (48,) and paced.step_costs.seconds[0] > 0 < paced.step_costs.context_s
+
+
+def test_a_prefix_computed_found_on_the_device_and_loaded_from_the_host_gives_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GPURunner, "_prepare", lambda self, graphs: None)  # here nothing is compiled
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    checkpoint = open_checkpoint(tmp_path, load_format="dummy")
+    costs = PreemptionCosts(token_s=1.0, block_s=1e-6, step_s=0.0)
+    config = EngineConfig(
+        kv=KVConfig(block_size=64, num_blocks=4, num_host_blocks=12, cache_on_host=True, eviction="lru"),
+        scheduler=SchedulerConfig(
+            max_num_seqs=1, max_num_batched_tokens=72, max_model_len=96, preemption_costs=costs
+        ),
+        depth=1,
+    )
+    device = torch.device("cpu")
+    parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+    runner = GPURunner(config, checkpoint.spec, parts, checkpoint.spec.eos_token_ids, device=device)
+    engine = build_engine(config, runner)
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, 512, 70).tolist() for _ in range(4)]
+    greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+    def answer(prompt: list[int]) -> tuple[list[int], int, int]:
+        """Its tokens, how many of the prompt's were found, and how many of these on the host."""
+        found = engine.scheduler.state.counters.found_tokens
+        before = found[HOST]
+        engine.add(prompt, greedy)
+        tokens: list[int] = []
+        cached = 0
+        while engine.has_requests or not engine.is_idle:
+            events = engine.step_overlapped()
+            tokens += [token for batch in events.tokens for token in batch.tokens.tolist()]
+            cached += sum(end.num_cached for end in events.finished)
+            assert engine.last_error is None, repr(engine.last_error)
+        return tokens, cached, found[HOST] - before
+
+    computed = answer(prompts[0])
+    assert answer(prompts[0]) == (computed[0], 64, 0)
+    for other in prompts[1:]:
+        assert answer(other)[1:] == (0, 0)
+    assert computed[1:] == (0, 0) and answer(prompts[0]) == (computed[0], 64, 64)

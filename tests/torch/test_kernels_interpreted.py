@@ -143,6 +143,7 @@ def test_rows_take_their_tokens_and_end() -> None:
             length=column(3, 3, 3, 3, 3),
             max_length=column(10, 10, 4, 10, 10),
             active=column(1, 1, 1, 0, 1),
+            dropped=column(0, 0, 0, 0, 0),
             stop_ids=stops,
             tokens=torch.zeros(5, 6, dtype=torch.int32),
         )

@@ -26,7 +26,7 @@ def test_a_cpu_refuses_it_in_one_sentence(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(folder, load_format="dummy", device="cpu", kv_cache_dtype=name)
     assert str(caught.value) == (
-        f"--kv-cache-dtype {name} needs a GPU, and this model runs on the CPU: take auto"
+        f"--kv-cache-dtype {name} needs a GPU, and this model runs on the CPU: take int8 or auto"
     )
 
 

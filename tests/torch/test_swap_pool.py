@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.runner.gpu import kv_pools
+from paceline.runner.gpu import host_memory, kv_pools
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kv_pools import SwapPool
 
@@ -73,7 +73,7 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
 
     marks: list[Late] = []
     places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
-    places._copies = Slow(CPU)
+    places._out.queue = Slow(CPU)
     for ticket in (1, 2, 3):
         places.swap(swaps(ticket, [ticket], [ticket]), NO_SWAPS)
     assert not len(places.completed(wait=False))
@@ -87,6 +87,101 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
     assert not len(places.completed(wait=True))
 
 
+def test_an_empty_step_waits_for_what_comes_back_before_what_goes() -> None:
+    class Slow(DeviceQueue):
+        def mark(self) -> Mark:
+            return Late()
+
+    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
+    places._out.queue, places._back.queue = Slow(CPU), Slow(CPU)
+    places.swap(swaps(1, [1], [1]), NO_SWAPS)
+    places.swap(NO_SWAPS, swaps(2, [2], [2]))
+    assert places.completed(wait=True).tolist() == [2]
+    assert places.completed(wait=True).tolist() == [1]
+
+
+class Driver:
+    """Pins what it is asked to, up to a limit."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.most = most
+        self.areas: dict[int, int] = {}
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        assert start % host_memory.PAGE == 0 == size % host_memory.PAGE and start not in self.areas
+        if sum(self.areas.values()) + size > self.most:
+            return 2
+        self.areas[start] = size
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        del self.areas[start]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    return made
+
+
+def test_memory_is_pinned_in_whole_pages_and_given_back(driver: Driver) -> None:
+    # Places of 1.5 and 4.5 pages: two of them fill whole pages.
+    blocks = [torch.zeros(4, parts, 256, dtype=torch.int64) for parts in (3, 9)]
+    places = host_memory.HostPlaces(blocks, 20, pin=True)
+    assert places.num_pinned == 0 and [tuple(group.shape) for group in places.tensors] == [
+        (20, 3, 256),
+        (20, 9, 256),
+    ]
+    places.pin(1)
+    assert places.num_pinned == places.piece == 2
+    places.tensors[0][19] = 7  # of a fetch that came before the thread
+    places.pin_rest()
+    assert places._state.thread is not None
+    places._state.thread.join()
+    assert places.num_pinned == 20 and len(driver.areas) == 20
+    assert places.tensors[0][19].eq(7).all()
+    del places
+    assert not driver.areas
+
+
+def test_what_is_not_pinned_yet_is_not_copied_to(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = torch.arange(12 * 1024).view(12, 2, 512)
+    pool = SwapPool([blocks], 6, DeviceQueue(CPU))
+    pool.places = host_memory.HostPlaces([blocks], 6, pin=True)
+    pool.places.pin(1)
+    assert pool.places.num_pinned == 1
+    pool.swap(both(swaps(1, [3], [0]), swaps(2, [4, 5], [0, 1])), NO_SWAPS)
+    assert pool.completed(wait=True).tolist() == [1] and pool.take_failed().tolist() == [2]
+    assert not len(pool.take_failed())
+    assert torch.equal(pool.places.tensors[0][0], blocks[3]) and not pool.places.tensors[0][1].any()
+
+
+def test_a_driver_that_pins_no_more_leaves_the_rest_out(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.most = 3 * 8192
+    places = host_memory.HostPlaces([torch.zeros(2, 1024, dtype=torch.int64)], 5, pin=True)
+    places.pin(5)
+    assert places.num_pinned == 3 and "3 of 5 KV blocks" in caplog.text
+
+
 def test_without_places_nothing_is_taken() -> None:
     places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 0, DeviceQueue(CPU))
-    assert places._places == [] and places._staged == []
+    assert places.places.tensors == [] and places._out.staged == [] == places._back.staged
+
+
+def test_a_block_on_the_host_is_bytes_to_a_store() -> None:
+    groups = [torch.randint(0, 1 << 40, (4, 12, 5)).transpose(0, 1)]
+    pool = SwapPool(groups, 9, DeviceQueue(CPU))
+    pool.swap(swaps(1, [3, 4], [7, 8]), NO_SWAPS)
+    pool.completed(wait=True)
+    block = np.zeros(4 * 5 * 8, np.uint8)
+    pool.places.pack(7, block)
+    assert block.tobytes() == groups[0][3].contiguous().numpy().tobytes()
+    pool.places.unpack(2, block)
+    pool.swap(NO_SWAPS, swaps(2, [9], [2]))
+    pool.completed(wait=True)
+    assert torch.equal(groups[0][9], groups[0][3])

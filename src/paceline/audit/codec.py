@@ -43,6 +43,7 @@ from paceline.core.plan import (
     DraftTally,
     Moves,
     RowCopies,
+    RowDrops,
     RowJoins,
     RowSpans,
     StepPlan,
@@ -59,7 +60,7 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
-NEVER_LOGGED = frozenset({"tokens", "sampling", "texts"})
+NEVER_LOGGED = frozenset({"tokens", "sampling", "texts", "heads"})
 _ALIGNED = (
     RowJoins,
     RowSpans,
@@ -68,6 +69,7 @@ _ALIGNED = (
     RowCopies,
     Swaps,
     Moves,
+    RowDrops,
 )  # no rows: every column is empty
 _FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
@@ -203,10 +205,13 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "keys": lambda keys: tuple(bytes.fromhex(key) for key in keys),
     "wishes": tuple,
     "tree": tuple,
+    "kv_keep": tuple,
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,
     "blocks": tuple,
+    "places": tuple,
+    "uses": tuple,
 }
 _ADD_DEFAULTS = {
     spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(AddRequest)
@@ -284,6 +289,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["copies_done"] = result.copies_done.tolist()
     if len(result.copies_failed):
         encoded["copies_failed"] = result.copies_failed.tolist()
+    if result.disk_is_off:
+        encoded["disk_is_off"] = True
     times = result.times
     if times.start_s or times.end_s:
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
@@ -315,6 +322,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         finite=_column(value, "finite", np.ones(num_rows)).astype(np.bool_),
         copies_done=np.array(value.get("copies_done", []), np.int32),
         copies_failed=np.array(value.get("copies_failed", []), np.int32),
+        disk_is_off=bool(value.get("disk_is_off", False)),
         times=StepTimes(start_s=decode_time(start_s), end_s=decode_time(end_s)),
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),

@@ -50,6 +50,7 @@ _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
+    Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
     Rule.DEADLINE_INFEASIBLE: "the times it wanted could not be kept as things stood",
     Rule.DEADLINE_IMPOSSIBLE: "the times it wanted could not be kept even if it were alone",
@@ -168,8 +169,12 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
+    if decision.reason is Rule.ADAPTER:
+        return f"{start}its adapter was not in memory"
     if decision.reason is Rule.LOADING:
         return f"{start}part of its prompt was coming from the disk"
+    if decision.reason is Rule.MAKING_ROOM:
+        return f"{start}part of its prompt is in host memory, and the blocks it will take were being copied there"
     if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:
         return f"{start}the rows that are left are kept for tenants with less to do than its own"
     kept_for = "tenants with less to do than its own" if decision.reason is Rule.SPARE else "others"
@@ -190,6 +195,7 @@ def _load(run: list[Decision], past: list[Decision]) -> str:
     what = {
         Rule.LOADS: f"{tokens} of its prompt came from host memory {when}",
         Rule.LOADING: f"waited for {tokens} of its prompt from the disk {when}",
+        Rule.MAKING_ROOM: f"waited {when} for room to load {tokens} of its prompt",
     }.get(decision.reason, f"computed {tokens} of its prompt {when} that host memory has")
     return f"{what} (expected: {decision.detail})"
 

@@ -7,7 +7,6 @@ follow from it are separate values (see `Capacity`).
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one type
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")  # the two of fp8 are one type
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
 CPU_BACKENDS = ("auto", "native", "torch")
@@ -35,9 +34,6 @@ DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of the
 HEAD_KINDS = ("eagle", "medusa")
 MODEL_METHODS = (*HEAD_KINDS, "draft_model")  # that need a model
 DRAFT_METHODS = ("off", "auto", "ngram", "history", *MODEL_METHODS)
-# vLLM's words.
-_OTHER_METHODS = {"suffix": "history", "eagle3": "eagle"}
-_DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 # For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
 ORACLE = "oracle"
 # Steps of a GPU with drafts: tokens of all rows together.
@@ -96,6 +92,9 @@ class KVConfig:
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
     num_disk_blocks: int = 0  # and those that the host evicts, on a disk
+    num_staging_blocks: int = (
+        0  # of the host's, those that are only the way to the disk; 0: it keeps prefixes
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -105,6 +104,8 @@ class KVConfig:
             raise ConfigError("cache_on_host needs num_host_blocks, and no layer group with a sliding window")
         if self.num_disk_blocks < 0 or (self.num_disk_blocks and not self.cache_on_host):
             raise ConfigError("num_disk_blocks must not be negative and needs cache_on_host")
+        if not 0 <= self.num_staging_blocks <= (self.num_host_blocks if self.num_disk_blocks else 0):
+            raise ConfigError("num_staging_blocks are some of num_host_blocks and need num_disk_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,48 +189,6 @@ class DraftConfig:
     # what they compute.
     sizes: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
-
-    @classmethod
-    def read(cls, text: str) -> DraftConfig | None:
-        """What --speculative-config says: the name of a method, or vLLM's JSON object; None: off."""
-        given: object = {"method": text}
-        if text.lstrip().startswith("{"):
-            try:
-                given = json.loads(text)
-            except ValueError as error:
-                raise ConfigError(f"--speculative-config is not JSON: {error}") from None
-        assert isinstance(given, dict)
-        acceptance = given.pop("acceptance", 1.0) if given.get("method") == ORACLE else 1.0
-        if not isinstance(acceptance, int | float) or not 0.0 <= acceptance <= 1.0:
-            raise ConfigError(f"--speculative-config: acceptance must be 0 to 1, not {acceptance!r}")
-        unknown = sorted(set(given) - set(_DRAFT_FIELDS))
-        if unknown:
-            raise ConfigError(
-                f"--speculative-config: {unknown[0]} is not known; there are {', '.join(_DRAFT_FIELDS)}"
-            )
-        usual = USUAL_GUESSES if given.get("model") else USUAL_DRAFTS
-        method, width = given.get("method", "auto"), given.get("num_speculative_tokens", usual)
-        method = _OTHER_METHODS.get(method, method) if isinstance(method, str) else method
-        if method not in (*DRAFT_METHODS, ORACLE):
-            raise ConfigError(f"--speculative-config: method {method!r} is not {', '.join(DRAFT_METHODS)}")
-        model = given.get("model", "")
-        if not isinstance(model, str):
-            raise ConfigError("--speculative-config: model must be the folder or the name of a model")
-        if method in MODEL_METHODS and not model:
-            raise ConfigError(
-                f"--speculative-config: method {method} needs model, the folder of a head or a model: "
-                f'{{"method": "{method}", "model": "FOLDER"}}'
-            )
-        if model and method in ("ngram", "history"):
-            raise ConfigError(f"--speculative-config: method {method} takes no model")
-        if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width <= MOST_DRAFTS:
-            raise ConfigError(
-                f"--speculative-config: num_speculative_tokens must be 0 to {MOST_DRAFTS}, not {width!r}"
-            )
-        if method == "off" or not width:
-            return None
-        method = "history" if method == "auto" else method
-        return cls(method=method, model=model, width=width, acceptance=float(acceptance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +319,13 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
+    max_loras: int = option(
+        0,
+        "most adapters in memory; others are read when they are needed",
+        low=0,
+        panel="Adapters",
+        default_text="all there are; on a GPU 16",
+    )
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
@@ -393,6 +359,10 @@ class SchedulerConfig:
         flags = [f"--{name.replace('_', '-')}" for name in given]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
+        if self.max_loras and self.mode != "continuous":
+            raise ConfigError(
+                "--max-loras needs --mode continuous: a padded batch has all its adapters at once"
+            )
         if given and self.mode != "continuous":
             raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
 
@@ -472,7 +442,7 @@ class ModelConfig(CheckedOptions):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto: the type to compute in; fp8 (e4m3): half the memory, on a GPU",
+        "type of the KV cache; auto: that to compute in; fp8 (e4m3), on a GPU: half of it; int8, on a CPU: a quarter",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
@@ -481,6 +451,26 @@ class ModelConfig(CheckedOptions):
         low=1,
         basic=True,
         default_text="2G, at most a quarter of free memory; on a GPU the rest",
+    )
+    kv_offloading_size: float = option(
+        0.0, "GiB of host memory for prefixes that leave a GPU's KV cache", low=0.0, panel="KV cache"
+    )
+    kv_disk_dir: str | None = option(
+        None,
+        "folder for the KV of prompts, kept over restarts; one server each",
+        panel="KV cache",
+        metavar="FOLDER",
+    )
+    kv_disk_size: int | None = option(
+        None, "most bytes in --kv-disk-dir", low=1, panel="KV cache", metavar="BYTES", default_text="16G"
+    )
+    kv_disk_write_rate: int | None = option(
+        None,
+        "most bytes a second written to --kv-disk-dir",
+        low=1,
+        panel="KV cache",
+        metavar="BYTES",
+        default_text="half of what it showed at start-up",
     )
     kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
@@ -492,9 +482,7 @@ class ModelConfig(CheckedOptions):
         "CPU draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
-    enable_lora: bool = option(
-        False, "compute adapters (PEFT LoRA) that requests name; on a CPU, by torch", panel="Adapters"
-    )
+    enable_lora: bool = option(False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters")
     lora_modules: str = option(
         "",
         "adapters to load at the start, each under the name of its model; commas for several",
@@ -510,6 +498,8 @@ class ModelConfig(CheckedOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.kv_disk_dir is None and (self.kv_disk_size or self.kv_disk_write_rate):
+            raise ConfigError("--kv-disk-size and --kv-disk-write-rate need --kv-disk-dir")
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
 
     @property

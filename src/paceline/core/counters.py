@@ -15,6 +15,8 @@ from paceline.core.plan import StepPlan
 # Upper ends of the buckets that steps are counted in by their tokens.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+NUM_LEVELS = 3  # where a prefix may lie: device, host memory, disk
+
 # What became of the structure of a request: `unfinished` ended otherwise, such as by its length.
 COMPLETE, UNFINISHED = "complete", "unfinished"
 STRUCTURE_OUTCOMES = (COMPLETE, UNFINISHED, Rule.GRAMMAR_ERROR.value, Rule.GRAMMAR_TOO_COMPLEX.value)
@@ -28,6 +30,18 @@ class CPUWork:
     # Seconds of all threads by phase, estimated from the steps that were timed.
     phase_s: dict[str, float] = field(default_factory=dict)
     call_s: float = 0.0  # seconds in the calls that compute steps
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Adapters of an engine at one moment, by their numbers."""
+
+    running: tuple[int, ...] = ()  # that rows have
+    waiting: tuple[int, ...] = ()  # that requests without a row have
+    resident: int = 0  # in memory
+    most: int = 0  # that may be; 0: all there are
+    read: int = 0  # times that one was read again
+    evicted: int = 0
 
 
 @dataclass(slots=True)
@@ -48,6 +62,7 @@ class Counters:
     failed_steps: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time
     cached_tokens: int = 0  # of these, found in blocks that were there already
+    found_tokens: list[int] = field(default_factory=lambda: [0] * NUM_LEVELS)  # the cached ones, by level
     evicted_blocks: int = 0  # blocks whose cached prefix was evicted
     computed_tokens: int = 0  # in all steps submitted, padding included
     padding_tokens: int = 0  # of these
@@ -66,6 +81,13 @@ class Counters:
     compile_s: float = 0.0
     structures: dict[str, int] = field(default_factory=dict)  # requests with one that have ended, by outcome
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+
+    def found(self, num_tokens: int, from_below: tuple[int, ...]) -> None:
+        """Tokens of a prompt were found, these of them on the levels below the device."""
+        found, (host, disk) = self.found_tokens, from_below
+        found[0] += num_tokens - host - disk
+        found[1] += host
+        found[2] += disk
 
     def planned(self, plan: StepPlan, occupied_rows: int) -> None:
         """A step was planned."""

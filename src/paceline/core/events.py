@@ -150,7 +150,9 @@ class Rule(StrEnum):
     SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
+    ADAPTER = "adapter"  # its adapter is not in memory, or is about to leave it; others may pass
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
+    MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
     # load
     LOADS = "sooner than computing"
@@ -189,6 +191,7 @@ class Rule(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
+    KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone

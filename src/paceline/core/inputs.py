@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar, dataclass_transform
 import numpy as np
 
 from paceline.core.dial import DialKind
+from paceline.core.kv_keep import KVKeep
 from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
@@ -68,10 +69,14 @@ class AddRequest(Input):
     score: float = 0.0
     hold_s: float | None = None  # how long it is held at its end; None: it is not
     tree: tuple[int | None, int | None, int] | None = None  # limits of its tree: rows, tokens, branches
+    cache_s: int | None = None  # how long its prompt is to stay cached
+    cache_share: float = 1.0  # of its tenant
+    kv_keep: tuple[int, int] | None = None  # first and recent tokens whose KV is kept; None: all are
 
     @classmethod
     def of(cls, request: Request, together: int) -> AddRequest:
         wanted, limits = request.sampling, request.tree_limits
+        kept = wanted.kv_keep
         wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
         return cls(
             id=request.id,
@@ -93,6 +98,9 @@ class AddRequest(Input):
             score=request.score,
             hold_s=wanted.hold_s if wanted.on_stop == "hold" else None,
             tree=None if limits is None else (limits.max_rows, limits.max_tokens, limits.max_branches),
+            cache_s=wanted.prompt_cache_s,
+            cache_share=wanted.cache_share,
+            kv_keep=None if kept is None else (kept.first, kept.recent),
         )
 
     def make_request(self) -> Request:
@@ -109,6 +117,11 @@ class AddRequest(Input):
                 on_infeasible=on_infeasible,
                 on_stop="end" if self.hold_s is None else "hold",
                 hold_s=DEFAULT_HOLD_S if self.hold_s is None else self.hold_s,
+                prompt_cache_s=self.cache_s,
+                cache_share=self.cache_share,
+                kv_keep=None
+                if self.kv_keep is None
+                else KVKeep(first=self.kv_keep[0], recent=self.kv_keep[1]),
             ),
             arrival_s=self.arrival_s,
             tenant=self.tenant,
@@ -227,6 +240,23 @@ class SetAdapter(Input):
 
     number: int
     identity: str
+
+
+@_logged_as("restored")
+class Restored(Input):
+    """What earlier runs have left on the disk can be hit from now on."""
+
+    places: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    uses: tuple[int, ...]
+
+
+@_logged_as("adapter_read")
+class AdapterRead(Input):
+    """An adapter that the scheduler asked for is in memory, or could not be read."""
+
+    number: int
+    failed: bool
 
 
 @_logged_as("done")

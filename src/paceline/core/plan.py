@@ -2,7 +2,7 @@
 
 Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
 before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
-block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing that
+drops, block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing that
 these do: a place is taken or given back only with a ticket.
 """
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import value
 from paceline.core.guide import Guide
 from paceline.core.sampling import SamplingParams
+from paceline.core.store import BlockHead
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -78,6 +79,18 @@ class RowSpans:
 
 
 @value
+class RowDrops:
+    """Rows that have dropped tokens between their beginning and the recent ones: `num_tokens` of them so far.
+
+    Their block tables have no entries for these: position p of such a row stands at place p - num_tokens. Entries that
+    move up are among the plan's new blocks. A row that joins has dropped nothing unless it is listed.
+    """
+
+    row: I32 = field(default_factory=_empty)
+    num_tokens: I32 = field(default_factory=_empty)
+
+
+@value
 class RowSet:
     """The rows in plain decode, as a change against the step before."""
 
@@ -133,6 +146,7 @@ class Moves:
     group: I32 = field(default_factory=_empty)
     host: I32 = field(default_factory=_empty)
     disk: I32 = field(default_factory=_empty)
+    heads: tuple[BlockHead, ...] = ()  # what the blocks are; not logged
 
 
 @value
@@ -170,7 +184,7 @@ NO_TRUST.flags.writeable = False
 # Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
 NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
 NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
-NO_MOVES = Moves()
+NO_MOVES, NO_DROPS = Moves(), RowDrops()
 
 
 class StepPlan(NamedTuple):
@@ -189,6 +203,7 @@ class StepPlan(NamedTuple):
     swap_in: Swaps = NO_SWAPS
     store: Moves = NO_MOVES  # from the host to the disk
     fetch: Moves = NO_MOVES  # from the disk to the host
+    drops: RowDrops = NO_DROPS
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
     work: StepWork = NO_WORK
@@ -267,6 +282,7 @@ class StepResult(NamedTuple):
     guided: GuideWork | None = None  # None: no row had a guide
     # Tickets whose bytes were not written, or are not what they should be.
     copies_failed: I32 = EMPTY
+    disk_is_off: bool = False  # it failed too often: every ticket of it will fail from now on
 
 
 class Pending(Protocol):

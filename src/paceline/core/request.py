@@ -92,11 +92,19 @@ class BlockKey:
     """Opaque identity of one full block of tokens and everything before it.
 
     `key` finds a cached block; `payload` must be equal too before the block is used, so that a collision of
-    keys can make a hit slow but never wrong.
+    keys can make a hit slow but never wrong. What an earlier run has left on a disk has no payload: its `check`, more
+    bytes of the digest that the key is from, must be equal.
     """
 
     key: bytes
     payload: bytes
+    check: bytes = b""
+
+    def is_same(self, other: BlockKey) -> bool:
+        """Whether two keys that are equal stand for the same tokens. This one is of a cached block."""
+        if self.payload or not self.check:
+            return self.payload == other.payload
+        return self.check == other.check
 
 
 class Cost(NamedTuple):
@@ -110,6 +118,7 @@ class Cost(NamedTuple):
     accepted_predictions: int = 0
     rejected_predictions: int = 0
     injected: int = 0  # of its output, tokens that were put in from outside
+    dropped: int = 0  # tokens whose KV it let go of (`kv_keep`): from then on its answer is another one
 
 
 NO_COST = Cost()
@@ -145,6 +154,7 @@ class Request:
         "failed_at",
         "finished_s",
         "first_token_s",
+        "from_below",
         "held",
         "host_places",
         "id",
@@ -216,6 +226,7 @@ class Request:
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.from_below = (0, 0)  # of these, loaded from host memory, and fetched from a disk before
         self.joined_at = 0  # tokens it had computed when it last got a row
         self.cost = NO_COST  # of the rows it has left
         self.fail_detail = ""
@@ -231,6 +242,13 @@ class Request:
     def max_total(self) -> int:
         """Prompt and output together, at most."""
         return self.num_prompt + self.sampling.max_tokens
+
+    def num_sharable(self, block_size: int) -> int:
+        """Of its tokens, those whose KV may come from other requests, and the last one, which is always computed."""
+        kept = self.sampling.kv_keep
+        if kept is None:
+            return self.num_tokens
+        return min(self.num_tokens, kept.sees_all(self.num_prompt, block_size) + 1)
 
     @property
     def most_generated(self) -> int:

@@ -17,6 +17,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
+from paceline.core.kv_keep import KVKeep
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 
@@ -28,6 +29,7 @@ MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_OBJECTIVE_MS = 86_400_000  # a day
+MAX_CACHE_S = 86_400  # a day too
 DEFAULT_HOLD_S, MAX_HOLD_S = 60.0, 3600.0
 ON_INFEASIBLE = ("refuse", "try")
 ON_STOP = ("end", "hold")
@@ -201,6 +203,26 @@ class SamplingParams:
     structured_outputs: Structure | None = parameter(  # noqa: RUF009
         None, "the form of the answer: a JSON schema, a pattern, a grammar, choices", offered=Offer.NOWHERE
     )
+    kv_keep: KVKeep | None = parameter(  # noqa: RUF009
+        None,
+        "tokens whose KV is kept once the answer has begun, the first and the most recent ones; what lies between is "
+        "dropped, which changes the answer",
+    )
+    prompt_cache_s: int | None = parameter(
+        None,
+        "seconds after its end for which the prompt's KV is among the last to be evicted",
+        low=1,
+        high=MAX_CACHE_S,
+        offered=Offer.NOWHERE,
+    )
+    # 1: all of it. Comes with a key, not with a request.
+    cache_share: float = parameter(
+        1.0,
+        "share of the cache beyond which what its tenant left there is evicted first",
+        low=0,
+        high=1,
+        offered=Offer.NOWHERE,
+    )
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
     spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)
@@ -336,6 +358,8 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, "prediction", ())
     if params.structured_outputs is not None:
         object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
+    if params.kv_keep is not None:
+        object.__setattr__(params, "kv_keep", KVKeep.of(params.kv_keep))
     if params.logit_bias is None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
@@ -419,6 +443,11 @@ def _check_counts(params: SamplingParams) -> None:
         raise InvalidRequest(
             "allowed_token_ids: the structure of an answer says which tokens it may have; leave one of them out",
             param="allowed_token_ids",
+        )
+    if params.kv_keep is not None and params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "kv_keep: an answer that does not see its whole prompt is not measured by it; leave prompt_logprobs out",
+            param="kv_keep",
         )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")

@@ -44,6 +44,7 @@ from paceline.scheduler.scheduler import Scheduler
 
 OnForecast = Callable[[RequestId, Forecast | None], object]
 MAX_FAILURES_IN_A_ROW = 3
+LONGEST_WRITE_S = 10.0  # that closing waits for a disk
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Engine:
         self.watcher: StepWatcher | None = None  # None, most of the time
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
+        self.on_close: Callable[[], object] = lambda: None  # called last, once
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -325,13 +327,17 @@ class Engine:
 
     def step_overlapped(self) -> StepEvents:
         """The same, with the device `depth` steps behind: it computes while the next plan is made."""
+        # What guides allow depends on all tokens before. So the newest step draws when the others are done, after the
+        # next one is planned: the device has that as soon as it has drawn.
+        is_late = bool(self._in_flight and self._in_flight[-1].guides)
+        while is_late and len(self._in_flight) > 1:
+            self._wait()
         plan = self._schedule()
+        if self._in_flight:
+            self._supply()
         if plan is not None:
             self._submit(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            self._wait()
-        # What guides allow depends on all tokens before: no step goes behind one that has not been supplied.
-        while self._in_flight and self._in_flight[-1].guides:
+        if self._in_flight and (plan is None or (len(self._in_flight) > self.depth and not is_late)):
             self._wait()
         return self.scheduler.take_events()
 
@@ -380,19 +386,27 @@ class Engine:
         return isinstance(self._runner, _NoRunner)
 
     def close(self) -> None:
-        """Complete what is under way and close the log."""
+        """Complete what is under way, what is to be written to a disk too, and close the log."""
         try:
             self.drain()
+            until_s = self._clock.now() + LONGEST_WRITE_S
+            while not (self.has_requests or self.is_idle) and self._clock.now() < until_s:
+                self.step()
         finally:
+            self.on_close()
             if self._recorder is not None:
                 self._recorder.close(self.scheduler.take_journal(), self.scheduler.take_decisions())
 
     def _schedule(self) -> StepPlan | None:
         if self.guides.is_compiling:
             self.guides.let_in()
+        if self.adapters.is_reading:
+            self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
         plan = self.scheduler.schedule()
+        if self.scheduler.state.adapters.orders:
+            self.adapters.obey()
         if self.checker is not None:
             self.checker.after_schedule(plan)
         return plan
@@ -406,24 +420,26 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._in_flight.append(StepInFlight(plan, _Failed(), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
         guides = self.guides.of_rows() if self.guides else None
         self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
-        if len(self._in_flight) == 1:
-            self._supply()
         return True
 
     def _supply(self) -> None:
         """Give the oldest step under way its guides: they stand behind all tokens before it now."""
         step = self._in_flight[0]
         if step.guides:
-            step.pending.supply(step.guides)
+            try:
+                step.pending.supply(step.guides)
+            except Exception as error:
+                step.pending = _Failed(error)
             step.guides = None
 
     def _wait(self) -> None:
         step = self._in_flight[0]
+        self._supply()
         try:
             result = step.pending.wait()
         except Exception as error:
@@ -441,8 +457,6 @@ class Engine:
         if self.checker is not None:
             self.checker.after_update(result)
         self._record(step, result)
-        if self._in_flight:
-            self._supply()
 
     def _recover(self, error: Exception) -> None:
         """No result will come for the steps under way: start over from a clean plan."""
@@ -512,14 +526,17 @@ class _NoRunner:
         raise AssertionError("an engine that sleeps has nothing to reset")
 
 
+@dataclass(slots=True)
 class _Failed:
-    """The pending of a plan the runner refused."""
+    """The pending of a step that has no result."""
+
+    error: Exception
 
     def supply(self, guides: Mapping[int, Guide]) -> None:
-        raise AssertionError("a refused plan has no rows")
+        raise self.error
 
     def wait(self) -> StepResult:
-        raise AssertionError("a refused plan has no result")
+        raise self.error
 
 
 # A change of a live request by its owner: priority, deadline, score, paused or not, the end of its reasoning.

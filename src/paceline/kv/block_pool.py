@@ -62,6 +62,10 @@ class EvictionOrder(Protocol):
         """No waiting request will any more."""
         return None
 
+    def hurry(self, blocks: Sequence[int]) -> None:
+        """These go before all others once no row holds them, unless they are hit before or wanted."""
+        return None
+
 
 class LeastRecentlyFreed(EvictionOrder):
     """The block that was set free longest ago goes first."""
@@ -144,6 +148,16 @@ class BlockPool:
             blocks = np.concatenate((blocks, evicted)) if taken else evicted
         self.refs[blocks] = 1
         return blocks
+
+    def claim(self, blocks: Blocks) -> None:
+        """Take these blocks, which hold nothing, each with one reference."""
+        left = self.free_stack()
+        left = left[~np.isin(left, blocks)]
+        assert len(left) + len(blocks) == self._depth, "a block that is claimed holds nothing"
+        self._stack[: len(left)] = left
+        self._depth = len(left)
+        self.num_free -= len(blocks)
+        self.refs[blocks] = 1
 
     def take_cached(self, count: int) -> Blocks:
         """Take the `count` cached blocks that are evicted next, though others may be free."""

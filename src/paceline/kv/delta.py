@@ -15,13 +15,17 @@ from numpy.typing import NDArray
 from paceline.core.plan import (
     NO_APPENDS,
     NO_BLOCK_COPIES,
+    NO_DROPS,
     NO_MOVES,
     NO_SWAPS,
     BlockAppends,
     BlockCopies,
     Moves,
+    RowDrops,
     Swaps,
+    i32,
 )
+from paceline.core.store import BlockHead
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -41,8 +45,12 @@ class KVDelta:
         self.copies: list[Copy] = []
         self.swap_out: list[Swap] = []
         self.swap_in: list[Swap] = []
-        self.store: list[Swap] = []  # host and disk places instead of blocks and host places
+        # Host and disk places instead of blocks and host places, and what they hold.
+        self.store: list[Swap] = []
         self.fetch: list[Swap] = []
+        self.store_heads: list[BlockHead] = []
+        self.fetch_heads: list[BlockHead] = []
+        self.drops: dict[int, int] = {}  # of rows, the tokens they have dropped so far
 
     def mark(self) -> tuple[int, int, int, int, int]:
         return (
@@ -62,6 +70,12 @@ class KVDelta:
         """Nothing of a prompt's row is sent: it leaves in this very plan."""
         self.appends = [append for append in self.appends if append[0] != row]
         self.copies = [copy for copy in self.copies if copy[0] != row]
+        self.drops.pop(row, None)
+
+    def forget_drop(self, row: int) -> None:
+        """The row leaves in this very plan: what moved up in its table is nothing to its next owner."""
+        if self.drops.pop(row, None) is not None:
+            self.appends = [append for append in self.appends if append[0] != row]
 
     @property
     def has_copies(self) -> bool:
@@ -84,13 +98,23 @@ class KVDelta:
             swap_in, self.swap_in = _swaps(self.swap_in), []
         return appends, copies, swap_out, swap_in
 
+    def take_drops(self) -> RowDrops:
+        """What rows have dropped; none of it is left afterwards."""
+        if not self.drops:
+            return NO_DROPS
+        drops = RowDrops(row=i32(self.drops), num_tokens=i32(self.drops.values()))
+        self.drops = {}
+        return drops
+
     def take_moves(self) -> tuple[Moves, Moves]:
         """What is to be stored and fetched; none of it is left afterwards."""
         store, fetch = NO_MOVES, NO_MOVES
         if self.store:
-            store, self.store = _moves(self.store), []
+            store = _moves(self.store, self.store_heads)
+            self.store, self.store_heads = [], []
         if self.fetch:
-            fetch, self.fetch = _moves(self.fetch), []
+            fetch = _moves(self.fetch, self.fetch_heads)
+            self.fetch, self.fetch_heads = [], []
         return store, fetch
 
 
@@ -125,9 +149,11 @@ def _many_appends(appends: Sequence[Append]) -> I32:
     return columns
 
 
-def _moves(entries: Sequence[Swap]) -> Moves:
+def _moves(entries: Sequence[Swap], heads: Sequence[BlockHead]) -> Moves:
     swaps = _swaps(entries)
-    return Moves(ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place)
+    return Moves(
+        ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place, heads=tuple(heads)
+    )
 
 
 def _swaps(entries: Sequence[Swap]) -> Swaps:

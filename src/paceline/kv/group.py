@@ -1,7 +1,8 @@
 """The block tables of one layer group: which blocks a row's tokens live in.
 
 Row r's token at position p lies in block `table[r, p // block_size]`. Entries before `first[r]` are the null
-block: a sliding window has passed them. Combines a pool with the prefix cache of the group; knows rows as
+block: a sliding window has passed them; so are `dropped[r]` entries of a row that keeps only its beginning and what is
+recent. Combines a pool with the prefix cache of the group; knows rows as
 numbers and nothing of requests, plans or time.
 """
 
@@ -30,12 +31,13 @@ class LayerGroup:
         self.window: int | None = None
         self.table: Blocks = np.zeros(shape, np.int64)
         # One array behind the columns of rows, so that a picture of them is one copy.
-        self._columns: Blocks = np.zeros((5, shape[0]), np.int64)
+        self._columns: Blocks = np.zeros((6, shape[0]), np.int64)
         self.held: Blocks = self._columns[0]  # entries of the row's table, null ones included
         self.first: Blocks = self._columns[1]  # first entry that is not null
         self.published: Blocks = self._columns[2]  # entries offered to the cache so far
         self.computed_from: Blocks = self._columns[3]  # entries before it came from the cache
         self.reserved_for: Blocks = self._columns[4]  # blocks a protected row may still take
+        self.dropped: Blocks = self._columns[5]  # null entries that the row has between two live ones
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
         self.wanted: dict[
             bytes, int
@@ -43,7 +45,24 @@ class LayerGroup:
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""
-        return self.table[row, self.first.item(row) : self.held.item(row)]
+        blocks = self.table[row, self.first.item(row) : self.held.item(row)]
+        return blocks[blocks != NULL_BLOCK] if self.dropped.item(row) else blocks
+
+    def drop(self, row: int, start: int, end: int) -> tuple[Blocks, Blocks]:
+        """Entries from `start` to `end` leave the row; their references pass to the caller. What is behind them is the
+        second."""
+        gone = start + self.dropped.item(row)
+        blocks = self.table[row, gone:end].copy()
+        self.table[row, gone:end] = NULL_BLOCK
+        self.dropped[row] = end - start
+        return blocks, self.table[row, end : self.held.item(row)].copy()
+
+    def spread(self, row: int, start: int, count: int) -> None:
+        """Put `count` null entries before entry `start` of a row whose blocks lie one behind the other."""
+        held = self.held.item(row)
+        self.table[row, start + count : held + count] = self.table[row, start:held].copy()
+        self.table[row, start : start + count] = NULL_BLOCK
+        self.held[row], self.dropped[row] = held + count, count
 
     def bounds(self) -> bytes:
         """A copy of `held` and `first` of all rows. For checks."""
@@ -104,6 +123,7 @@ class LayerGroup:
         if self.reserved:
             self.reserved -= int(self.reserved_for[row])
             self.reserved_for[row] = 0
+        self.dropped[row] = 0
         return blocks
 
     def slide_each(self, rows: Blocks, num_computed: Blocks, block_size: int) -> Blocks:
@@ -145,16 +165,16 @@ class LayerGroup:
                 return length, blocks[::-1]
         return 0, []
 
-    def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> None:
-        """Offer the row's blocks before entry `until` to the cache."""
+    def publish(self, row: int, keys: Sequence[BlockKey], until: int) -> list[int]:
+        """Offer the row's blocks before entry `until` to the cache; returns those that can be hit from now on."""
         start = self.published.item(row)
         if until <= start:
-            return
+            return []
         if self.window is not None:  # what has left the window is not there any more
             start = max(start, self.first.item(row))
         until = min(until, len(keys), self.held.item(row))
         if until <= start:
-            return
+            return []
         entered = self.cache.add(self.table[row, start:until].tolist(), keys[start:until])
         if entered:
             self.pool.cached[entered] = True
@@ -164,6 +184,7 @@ class LayerGroup:
                 pairs = zip(entered, names, strict=True)
                 self.pool.evictable.want([block for block, name in pairs if name in self.wanted])
         self.published[row] = until
+        return entered
 
     def want(self, names: Sequence[bytes]) -> None:
         """One more waiting request will hit the blocks of these names, as far as they are there or will be.
@@ -199,4 +220,5 @@ class LayerGroup:
     def quarantine(self, row: int) -> None:
         """Take the blocks this row computed itself out of the cache: their content is not to be trusted."""
         start = max(int(self.computed_from[row]), int(self.first[row]))
-        self.device.forget(self.table[row, start : int(self.held[row])])
+        blocks = self.table[row, start : int(self.held[row])]
+        self.device.forget(blocks[blocks != NULL_BLOCK])

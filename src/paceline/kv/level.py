@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from paceline.config.engine import KVConfig
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder, LeastRecentlyFreed
@@ -27,6 +29,7 @@ class Level:
         """`make_pool`: of the device, whose first block is the null block."""
         self.cache = PrefixCache()
         self._evicted_keys: list[BlockKey] = []  # of the last eviction
+        self.is_fetched = np.zeros(num_blocks, np.bool_)  # what a block holds came from the level below
         if make_pool is not None:
             self.pool = make_pool(num_blocks, on_evict=self._evict, order=order)
         else:
@@ -60,14 +63,27 @@ class Level:
             found.append(block)
         return found
 
-    def enter(self, blocks: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+    def enter(
+        self, blocks: Blocks, keys: Sequence[BlockKey], uses: Sequence[int], *, from_below: bool
+    ) -> None:
         """Blocks hold these prefixes from now on. `uses`: what is left of earlier ones, as `uses` said above."""
-        entered = self.cache.add(blocks.tolist(), keys)
-        if entered:
+        self.is_fetched[blocks] = from_below
+        given = blocks.tolist()
+        entered = self.cache.add(given, keys)
+        if len(entered) == len(given):
+            self.pool.cached[blocks] = True
+            self.pool.evictable.entered(given, [key.key for key in keys], uses)
+        elif entered:
             self.pool.cached[entered] = True
-            uses_of = dict(zip(blocks.tolist(), uses, strict=True))
+            uses_of = dict(zip(given, uses, strict=True))
             names = self.cache.names(entered)
             self.pool.evictable.entered(entered, names, [uses_of[block] for block in entered])
+
+    def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """Places hold what an earlier run has left in them."""
+        self.pool.claim(places)
+        self.enter(places, keys, uses, from_below=False)
+        self.give_back(places)
 
     def hit(self, blocks: Blocks) -> None:
         """Blocks are about to be copied for a request: they are used, and held until `give_back`."""
@@ -91,8 +107,10 @@ class Level:
         self.pool.evictable.evicted(blocks, [key.key for key in self._evicted_keys])
 
 
-def make_order(config: KVConfig, num_blocks: int, time: BlockTime) -> EvictionOrder:
-    """The order that the config names, for a level of `num_blocks`."""
-    if num_blocks and config.eviction == "reuse" and config.enable_prefix_caching:
+def make_order(
+    config: KVConfig, num_blocks: int, time: BlockTime, *, is_staging: bool = False
+) -> EvictionOrder:
+    """The order that the config names, for a level of `num_blocks`. Blocks pass through a staging area."""
+    if num_blocks and not is_staging and config.eviction == "reuse" and config.enable_prefix_caching:
         return ReuseOrder(num_blocks, time)
     return LeastRecentlyFreed()

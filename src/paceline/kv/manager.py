@@ -28,6 +28,7 @@ on the free list is part of what a replay repeats.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import Capacity, GroupSpec, KVConfig
+from paceline.core.kv_keep import KVKeep
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import BlockPool
+from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
@@ -94,18 +96,26 @@ class KVManager:
         ]
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
+        self.dropped = self.groups[0].dropped
+        # Rows that drop what lies between their beginning and the recent tokens, and the length of their prompts.
+        self.keeping: dict[int, tuple[KVKeep, int]] = {}
         self.windowed = [group for group in self.groups if group.window is not None]
         # By level, the part of each group: the device, host memory, a disk.
         self.levels = [[group.device for group in self.groups]]
+        self.num_staging = config.num_staging_blocks  # places of the host that are the way to the disk
         for count in (config.num_host_blocks, config.num_disk_blocks):
             kept = count if config.cache_on_host else 0  # for prefixes; swapped requests need no order
-            orders = [make_order(config, kept, self.block_time) for _ in self.groups]
+            is_staging = bool(self.num_staging) and len(self.levels) == 1
+            orders = [make_order(config, kept, self.block_time, is_staging=is_staging) for _ in self.groups]
             self.levels.append([Level(count, order=order) for order in orders])
         self.places = self.levels[1]
         self.keeps_below = config.cache_on_host and self.caching  # prefixes that the device evicts
         self.fetching: dict[
             bytes, float
         ] = {}  # names of blocks that come from the disk, and when they should be here
+        # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
+        self.fresh: deque[tuple[int, int]] | None = None
+        self.num_fresh = 0
         self.tickets = Tickets()
         self.delta = KVDelta()
         self.fences: list[Fence] = []
@@ -167,7 +177,7 @@ class KVManager:
 
     def num_live_blocks(self, rows: Blocks) -> Blocks:
         """Blocks that each of `rows` holds, where no window has passed them."""
-        return self.table_len[rows] - self.groups[0].first[rows]
+        return self.table_len[rows] - self.groups[0].first[rows] - self.dropped[rows]
 
     def coming(self) -> int:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
@@ -236,20 +246,46 @@ class KVManager:
             group.adopt(row, blocks, start)
             self.block_time.gained(row, len(blocks))
             group.published[row] = group.computed_from[row] = match.num_blocks
+            if self.fresh is not None:  # what is used again is written first, its beginning before the rest
+                self.fresh.extendleft([(group.index, block) for block in blocks[::-1].tolist()])
+                self.num_fresh += len(blocks)
             self.delta.appends.append((row, group.index, start, blocks))
 
     def publish(self, row: int, keys: Sequence[BlockKey], num_computed: int) -> None:
-        """Offer the full blocks of the first `num_computed` tokens, all of them computed, to the cache."""
-        if self.caching:
+        """Offer the full blocks of the first `num_computed` tokens, all of them computed, to the cache.
+
+        Not of a row that has dropped some: what it computes from then on is not what its tokens give elsewhere.
+        """
+        if self.caching and not self.dropped.item(row):
             for group in self.groups:
-                group.publish(row, keys, num_computed // self.block_size)
+                entered = group.publish(row, keys, num_computed // self.block_size)
+                if entered and self.fresh is not None:
+                    self.fresh.extend([(group.index, block) for block in entered])
+                    self.num_fresh += len(entered)
+
+    def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """An earlier run has left prefixes in these places of the disk."""
+        self.levels[2][0].restore(places, keys, uses)
 
     def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
         """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
         names = [key.key for key in keys[: (num_tokens - 1) // self.block_size]]
+        self.want_names(names)
+        return names
+
+    def want_names(self, names: Sequence[bytes]) -> None:
         for group in self.groups:
             group.want(names)
-        return names
+
+    def cached_names(self, names: Sequence[bytes]) -> list[bytes]:
+        """Those of the names that are in the cache of the device."""
+        return [name for name in names if self.groups[0].cache.named(name) is not None]
+
+    def hurry(self, names: Sequence[bytes]) -> None:
+        """What is cached under these names goes before all others."""
+        for group in self.groups:
+            found = [group.cache.named(name) for name in names if name not in group.wanted]
+            group.pool.evictable.hurry([block for block in found if block is not None])
 
     def unwant(self, names: Sequence[bytes]) -> None:
         for group in self.groups:
@@ -282,14 +318,37 @@ class KVManager:
         if count:
             self.block_time.gained(row, count * len(self.groups))
             for group in self.groups:
-                self.delta.appends.append((row, group.index, *group.append(row, count)))
+                start, blocks = group.append(row, count)
+                self.delta.appends.append((row, group.index, start - group.dropped.item(row), blocks))
 
     def extend_each(self, rows: NDArray[np.int64]) -> None:
         """Give each of `rows` one more block. The caller has checked `free_for`."""
         self.block_time.gained_each(rows, len(self.groups))
         for group in self.groups:
             indices, blocks = group.append_each(rows)
+            if self.keeping:
+                indices = indices - group.dropped[rows]
             self.delta.growths.append((rows, group.index, indices, blocks))
+
+    def keep(self, row: int, kept: KVKeep, num_prompt: int) -> None:
+        """A row that joins drops tokens from its first output token on."""
+        self.keeping[row] = kept, num_prompt
+
+    def drop(self, row: int, position: int) -> int:
+        """Let go of what the token at `position` of a row, which is computed next, does not see; returns how many
+        tokens the row has dropped so far."""
+        kept, num_prompt = self.keeping[row]
+        start, end = kept.start(self.block_size), kept.end(position, num_prompt, self.block_size)
+        before = self.dropped.item(row)
+        if end - start > before:
+            for group in self.groups:
+                blocks, behind = group.drop(row, start, end)
+                self.block_time.lost_each(np.array([row]), np.array([len(blocks)]))
+                self._give_back(group.index, blocks, self.submitted)
+                self.delta.appends.append((row, group.index, start, behind))
+            self.delta.drops[row] = (end - start) * self.block_size
+            self.settle()
+        return self.dropped.item(row) * self.block_size
 
     def slide(self, row: int, num_computed: int) -> None:
         """Let go of what the sliding windows of a row have passed."""
@@ -323,6 +382,8 @@ class KVManager:
 
     def can_share(self, parent: int, num_tokens: int) -> bool:
         """Whether a parent still holds what a child of `num_tokens` computed tokens must see."""
+        if self.dropped.item(parent):
+            return False
         for group in self.groups:
             seen_from = 0
             if group.window is not None:
@@ -360,7 +421,7 @@ class KVManager:
             block = int(group.table[row, index])
             if index < group.held[row] and group.pool.refs[block] > 1:
                 source, target = group.replace(row, index)
-                self.delta.copies.append((row, group.index, index, source, target))
+                self.delta.copies.append((row, group.index, index - group.dropped.item(row), source, target))
                 # The copy reads the source in the plan being made: hold it until that step is done.
                 self._give_back(group.index, np.array([source], np.int64), self.submitted + 1)
 
@@ -368,8 +429,14 @@ class KVManager:
 
     def can_swap_out(self, row: int, num_tokens: int) -> bool:
         until = self.blocks_for(num_tokens)
+        if row in self.keeping:  # steps under way may have dropped what the next token after these sees
+            kept, num_prompt = self.keeping[row]
+            end = kept.end(num_tokens, num_prompt, self.block_size)
+            if end < kept.start(self.block_size) + self.dropped.item(row):
+                return False
+            until -= self.dropped.item(row)
         return num_tokens > 0 and all(
-            places.num_free >= until - int(group.first[row])
+            places.num_free - self.num_staging >= until - int(group.first[row])
             for places, group in zip(self.places, self.groups, strict=True)
         )
 
@@ -379,6 +446,8 @@ class KVManager:
         places, kept = [], []
         for group in self.groups:
             blocks = group.table[row, int(group.first[row]) : until].copy()
+            if group.dropped.item(row):
+                blocks = blocks[blocks != NULL_BLOCK]
             group.pool.share(blocks)  # the ticket's own references
             kept.append(blocks)
             places.append(self.places[group.index].take(len(blocks)))
@@ -395,11 +464,15 @@ class KVManager:
         kept = []
         for group, place in zip(self.groups, places, strict=True):
             start = until - len(place)
+            first = 0 if row in self.keeping else start
             group.table[row, :start] = 0
-            group.held[row] = group.first[row] = start
+            group.held[row] = group.first[row] = first
             _, blocks = group.append(row, len(place))
+            if start > first:  # what it had dropped
+                group.spread(row, self.keeping[row][0].start(self.block_size), start)
+                self.delta.drops[row] = start * self.block_size
             self.block_time.gained(row, len(place))
-            self.delta.appends.append((row, group.index, start, blocks))
+            self.delta.appends.append((row, group.index, first, blocks))
             group.pool.share(blocks)
             group.published[row] = group.computed_from[row] = 0
             kept.append(blocks)
@@ -449,15 +522,16 @@ class KVManager:
             if failed and ticket.incoming:
                 below.forget(ticket.places[index])  # it does not hold what it should
             elif not failed and target and keys:
-                part.enter(
-                    (ticket.blocks if ticket.incoming else ticket.places)[index], keys, ticket.uses[index]
-                )
+                taken = ticket.blocks if ticket.incoming else ticket.places
+                part.enter(taken[index], keys, ticket.uses[index], from_below=ticket.incoming)
 
     # -- letting go ----------------------------------------------------------------------------------------
 
     def release(self, row: int) -> None:
         """Empty a row; its blocks are free once the steps under way have completed, and `settle` was called."""
         self.block_time.lost_all(row)
+        if self.keeping.pop(row, None) is not None:
+            self.delta.forget_drop(row)  # it may have dropped in this very plan
         for group in self.groups:
             self._give_back(group.index, group.clear(row), self.submitted)
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from paceline.core.request import BlockKey
 
+KEY_BYTES, CHECK_BYTES = 32, 16
+
 
 class PrefixCache:
     """The blocks that can be hit, by key."""
@@ -31,9 +33,17 @@ class PrefixCache:
     def find(self, key: BlockKey) -> int | None:
         """The block that holds exactly this prefix, or None."""
         block = self._block_of.get(key.key)
-        if block is None or self._key_of[block].payload != key.payload:
+        if block is None or not self._key_of[block].is_same(key):
             return None
         return block
+
+    def lacking(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Those of `keys`, by their index, whose prefix is not here."""
+        block_of = self._block_of
+        absent = [at for at, key in enumerate(keys) if key.key not in block_of]
+        if len(absent) == len(keys):
+            return absent
+        return [at for at, key in enumerate(keys) if self.find(key) is None]
 
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
@@ -67,7 +77,8 @@ class PrefixCache:
 
 
 class KeyMaker:
-    """Makes block keys from tokens. The process key is random: keys cannot be guessed from outside."""
+    """Makes block keys from tokens. The process key is random: keys cannot be guessed from outside. It is that of the
+    folder where prefixes outlive the process."""
 
     def __init__(self, block_size: int, process_key: bytes | None = None) -> None:
         self.block_size = block_size
@@ -90,6 +101,9 @@ class KeyMaker:
         made: list[BlockKey] = []
         for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
             payload = parent + raw[low:high]
-            parent = hashlib.blake2b(payload, digest_size=32, key=self._process_key).digest()
-            made.append(BlockKey(parent, payload))
+            digest = hashlib.blake2b(
+                payload, digest_size=KEY_BYTES + CHECK_BYTES, key=self._process_key
+            ).digest()
+            parent = digest[:KEY_BYTES]
+            made.append(BlockKey(parent, payload, digest[KEY_BYTES:]))
         return made

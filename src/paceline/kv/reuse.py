@@ -13,7 +13,8 @@ and keeps its uses. Without that memory a small cache never learns that users co
 
 Blocks wait in releases: a run that was let go of at one moment and has one class, leaf first. A release lies in the
 queue of its class and age, so that what is sorted are 68 queues, every four seconds, and never blocks. A queue hands
-out its oldest release first. Blocks that the first waiting requests will hit are kept aside and go last.
+out its oldest release first. Blocks that the first waiting requests will hit are kept aside and go last; those of a
+tenant that has more than its share go before all.
 
 What is learned is kept in whole numbers, and in doubles made of them by + - * / in a fixed order: every machine decides
 alike, and a replay repeats it. Knows blocks and the names of keys; reads no clock.
@@ -64,7 +65,7 @@ REMEMBERED_TIMES = 8  # keys of evicted blocks that are remembered, for each blo
 SPARE_ENTRIES = 1024
 WINDOW = 64  # entries of a release that are looked at together
 RETURNED = -1  # instead of the epoch in which a block was set free: it is hit, or will be, and is at no risk
-NOT_WAITING, ASIDE = 0, -1  # instead of the number of a release
+NOT_WAITING, ASIDE, HURRIED = 0, -1, -2  # instead of the number of a release
 
 
 class Release:
@@ -110,6 +111,9 @@ class ReuseOrder(EvictionOrder):
         # Blocks some waiting request will hit; those of them that are free wait in `_aside`, not in a queue.
         self._is_wanted: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._aside: dict[int, None] = {}
+        # Blocks that go before all others, and those of them that are free.
+        self._is_hurried: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self._hurried: dict[int, None] = {}
         # Keys of evicted blocks: a ring, and the place of each name in it.
         self._evicted: dict[bytes, int] = {}
         self._ring = Uses(REMEMBERED_TIMES * num_blocks)
@@ -158,6 +162,7 @@ class ReuseOrder(EvictionOrder):
         known.uses[hit] = ONE_USE + known.left(hit, now_us)
         known.used_us[hit] = now_us
         self._return(known, hit[self._release_of[hit] > NOT_WAITING])
+        self._is_hurried[hit] = False
 
     def add(self, blocks: Sequence[int] | Blocks) -> None:
         self._look()
@@ -174,6 +179,10 @@ class ReuseOrder(EvictionOrder):
             self._release_of[aside] = ASIDE
             self._aside.update(dict.fromkeys(aside[::-1].tolist()))
             freed, kinds = freed[~wanted], kinds[~wanted]
+        hurried = self._is_hurried[freed]
+        if np.count_nonzero(hurried):
+            self._put_first(freed[hurried])
+            freed, kinds = freed[~hurried], kinds[~hurried]
         for kind, count in enumerate(np.bincount(kinds, minlength=NUM_CLASSES).tolist()):
             if count:
                 self._enqueue(kind, freed if count == len(freed) else freed[kinds == kind])
@@ -188,7 +197,9 @@ class ReuseOrder(EvictionOrder):
 
     def pick(self, count: int) -> list[int]:
         self._look()
-        picked: list[int] = []
+        picked = list(self._hurried)[:count]
+        if picked:
+            self._take_out(np.array(picked, np.int64))
         while len(picked) < count and self._hand < len(self._ranked):
             queue = self._queues[self._ranked[self._hand]]
             if queue:
@@ -221,7 +232,7 @@ class ReuseOrder(EvictionOrder):
             (ring.freed, known.freed),
         ):
             column[places] = of_block[gone]
-        self._is_wanted[gone] = False
+        self._is_wanted[gone] = self._is_hurried[gone] = False
 
     # -- what waiting requests will hit --------------------------------------------------------------------
 
@@ -230,7 +241,11 @@ class ReuseOrder(EvictionOrder):
         self._look()
         wanted = np.array(blocks, np.int64)
         self._is_wanted[wanted] = True
-        waiting = wanted[self._release_of[wanted] > NOT_WAITING]
+        self._is_hurried[wanted] = False
+        release = self._release_of[wanted]
+        waiting = wanted[(release > NOT_WAITING) | (release == HURRIED)]
+        for block in wanted[release == HURRIED].tolist():
+            del self._hurried[block]
         self._return(self._blocks, waiting)
         self._release_of[waiting] = ASIDE
         self._aside.update(dict.fromkeys(waiting.tolist()))
@@ -253,6 +268,22 @@ class ReuseOrder(EvictionOrder):
             self._take_out(waiting)
             self.add(waiting)
 
+    def hurry(self, blocks: Sequence[int]) -> None:
+        self._look()
+        over = np.array(blocks, np.int64)
+        self._is_hurried[over] = True
+        waiting = over[self._release_of[over] > NOT_WAITING]
+        self._take_out(waiting)
+        self._num_waiting += len(waiting)
+        self._count(self._blocks, waiting, -1)
+        self._put_first(waiting)
+
+    def _put_first(self, blocks: Blocks) -> None:
+        """Nothing is learned of them: they are not kept long enough to return."""
+        self._blocks.freed[blocks] = RETURNED
+        self._release_of[blocks] = HURRIED
+        self._hurried.update(dict.fromkeys(blocks.tolist()))
+
     def num_wanted(self) -> int:
         return int(np.count_nonzero(self._is_wanted))
 
@@ -262,6 +293,7 @@ class ReuseOrder(EvictionOrder):
         return self._num_waiting
 
     def __iter__(self) -> Iterator[int]:
+        yield from list(self._hurried)
         for number in self._ranked:
             for release in self._queues[number]:
                 entries = release.blocks[release.next :]
@@ -305,6 +337,9 @@ class ReuseOrder(EvictionOrder):
         if self._aside:
             for block in blocks[self._release_of[blocks] == ASIDE].tolist():
                 del self._aside[block]
+        if self._hurried:
+            for block in blocks[self._release_of[blocks] == HURRIED].tolist():
+                del self._hurried[block]
         self._release_of[blocks] = NOT_WAITING
 
     def _drop_stale(self) -> None:
@@ -349,7 +384,7 @@ class ReuseOrder(EvictionOrder):
         known, memory = self._blocks, self._evicted
         known.uses[blocks] = ONE_USE
         known.used_us[blocks] = self._new_us
-        self._is_wanted[blocks] = False
+        self._is_wanted[blocks] = self._is_hurried[blocks] = False
         back = [at for at, name in enumerate(names) if name in memory] if memory else []
         if back:
             places = np.array([memory.pop(names[at]) for at in back], np.int64)

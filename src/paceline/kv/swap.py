@@ -34,6 +34,7 @@ class Ticket:
     # Of cached prefixes: per group, what is copied and what is left of its uses. None: a swapped request's.
     keys: tuple[Sequence[BlockKey], ...] | None = None
     uses: tuple[Sequence[int], ...] = ()
+    stays: bool = False  # downwards: what is copied stays above too
 
 
 class Tickets:

@@ -7,6 +7,7 @@ is a ticket (`kv/swap.py`). Reads no clock and copies nothing. Decision: docs/de
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.request import BlockKey
+from paceline.core.store import BlockHead
 from paceline.kv.block_pool import Blocks
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.level import Level
@@ -22,9 +24,14 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
-TOGETHER = 16  # most blocks of one ticket between host and disk: what has arrived can be used before the rest
+TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
+FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
 BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
+# Most blocks that a step copies towards the disk through a staging area: beside rows that decode, beside prompts alone,
+# and with nothing else to do. Copies to the host are part of a CPU's step, and so is what the threads of the disk take.
+AHEAD_BESIDE_ROWS, AHEAD_BESIDE_PROMPTS, AHEAD_ALONE = 2, 16, 32
+STAGING_SHARE = 4  # blocks on their way down fill at most this part of the staging area
 
 
 class Budget:
@@ -67,6 +74,11 @@ class Tiers:
         self._kv = kv
         self.is_on = kv.keeps_below and costs is not None
         self.has_disk = self.is_on and costs is not None and bool(kv.levels[DISK][0].num_places)
+        self._stages = self.has_disk and bool(kv.num_staging)
+        if self._stages:
+            kv.fresh = deque(maxlen=sum(group.pool.usable for group in kv.groups))
+        self._seen_fresh = 0  # `kv.num_fresh` when there was nothing to do about them
+        self._staged: list[Ticket] = []  # that have brought blocks to the staging area since the last plan
         steps = STEPS * kv.blocks_for(step_tokens)
         # The host has to take in what comes while the disk writes.
         self._reserves = [
@@ -82,8 +94,19 @@ class Tiers:
 
     # -- down ----------------------------------------------------------------------------------------------
 
-    def sink(self, reads_prompts: bool) -> None:
+    def sink(self, num_decoding: int, reads_prompts: bool) -> None:
         """At the end of a plan: what goes next on a level whose reserve is short moves to the level below."""
+        if self._kv.num_staging:
+            if self.has_disk:
+                self._write_staged()
+                self._stage(
+                    AHEAD_BESIDE_ROWS
+                    if num_decoding
+                    else AHEAD_BESIDE_PROMPTS
+                    if reads_prompts
+                    else AHEAD_ALONE
+                )
+            return
         for above in (0, 1) if self.has_disk else (0,):
             for group, part in enumerate(self._kv.levels[above]):
                 short = self._reserves[above][group] - part.pool.num_empty
@@ -96,8 +119,99 @@ class Tiers:
         return sum(
             len(ticket.blocks[group])
             for ticket in self._kv.tickets.open.values()
-            if ticket.level == above and ticket.keys is not None and not ticket.incoming
+            if ticket.level == above and ticket.keys is not None and not ticket.incoming and not ticket.stays
         )
+
+    # Through a staging area: it keeps nothing, and the disk gets what can be hit as soon as its budget allows. So that
+    # the device drops what it evicts, and a restart finds what was there.
+
+    def arrived(self, ticket: Ticket) -> None:
+        """A copy has completed: what has come down to the staging area goes on with the next plan."""
+        if self._stages and ticket.keys is not None and not ticket.level and not ticket.incoming:
+            self._staged.append(ticket)
+
+    @property
+    def has_news(self) -> bool:
+        """A plan may have something to write to the disk, though nothing is computed."""
+        return self._stages and (bool(self._staged) or self._seen_fresh != self._kv.num_fresh)
+
+    def _write_staged(self) -> None:
+        staged, self._staged = self._staged, []
+        for ticket in staged:
+            assert ticket.keys is not None
+            for group, keys in enumerate(ticket.keys):
+                host, disk = self._kv.levels[HOST][group], self._kv.levels[DISK][group]
+                here = [
+                    at
+                    for at, key in enumerate(keys)
+                    if host.cache.find(key) == ticket.places[group][at] and disk.cache.find(key) is None
+                ][: disk.num_free]
+                if not here:
+                    continue
+                blocks = ticket.places[group][here]
+                host.pool.share(blocks)
+                self._use_disk(len(here))
+                kept = [keys[at] for at in here], [ticket.uses[group][at] for at in here]
+                self._move(HOST, group, blocks, disk.take(len(here)), *kept, incoming=False, stays=True)
+
+    def _stage(self, most: int) -> None:
+        """Copy what can be hit since lately, and is neither staged nor on the disk, to the staging area."""
+        kv, fresh = self._kv, self._kv.fresh
+        if not fresh:
+            self._seen_fresh = kv.num_fresh
+            return
+        under_way = sum(
+            len(ticket.keys[0]) for ticket in kv.tickets.open.values() if ticket.keys and not ticket.incoming
+        )
+        host = kv.levels[HOST][0]
+        most = min(most, max(1, host.num_places // STAGING_SHARE) - under_way, host.num_free)
+        chosen: dict[int, list[int]] = {group.index: [] for group in kv.groups}
+        left = most
+        while fresh and left > 0:
+            group, block = fresh[0]
+            if self._is_lacking(group, block) and block not in chosen[group]:
+                if not self._may_stage(group, block):
+                    break
+                chosen[group].append(block)
+                left -= 1
+            fresh.popleft()
+        if not fresh or left > 0:  # there is nothing more to do, or not now
+            self._seen_fresh = kv.num_fresh
+        for group, blocks in chosen.items():
+            if blocks:  # the last of a prompt is let go of first
+                self._stage_blocks(group, np.array(blocks[::-1], np.int64))
+
+    def _is_lacking(self, group: int, block: int) -> bool:
+        """A block of the device can be hit, and lower levels do not have what it holds."""
+        key = self._kv.groups[group].cache.entries().get(block)
+        return key is not None and all(
+            self._kv.levels[level][group].cache.find(key) is None for level in (HOST, DISK)
+        )
+
+    def _may_stage(self, group: int, block: int) -> bool:
+        device = self._kv.groups[group]
+        # While it is copied, a block cannot be handed out.
+        if not device.pool.refs[block] and device.free_for(None) <= self._reserves[0][group]:
+            return False
+        return self.budgets[DISK - 1].take(1, self._kv.block_time.now_us) > 0
+
+    def _stage_blocks(self, group: int, blocks: Blocks) -> None:
+        device, host = self._kv.groups[group], self._kv.levels[HOST][group]
+        keys = [device.cache.entries()[block] for block in blocks.tolist()]
+        uses = device.pool.evictable.uses(blocks)
+        device.pool.share(blocks)
+        self._move(0, group, blocks, host.take(len(blocks)), keys, uses, incoming=False, stays=True)
+
+    def turn_off_disk(self) -> None:
+        """The disk failed too often: nothing is on it any more, and nothing goes there."""
+        if not self.has_disk:
+            return
+        self.has_disk = self._stages = False
+        self._staged.clear()
+        if self._kv.fresh is not None:
+            self._kv.fresh = None
+        for part in self._kv.levels[DISK]:
+            part.forget(np.array(list(part.cache.entries()), np.int64))
 
     def _sink(self, above: int, group: int, short: int, slower: int) -> None:
         kv = self._kv
@@ -108,24 +222,35 @@ class Tiers:
         if short <= 0:
             return
         blocks, keys, uses = upper.give_up(short)
-        lacking = [at for at, key in enumerate(keys) if lower.cache.find(key) is None]
+        lacking = lower.cache.lacking(keys)
         most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
         if most < len(
             lacking
         ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
             lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
-        dropped = np.ones(len(blocks), np.bool_)
-        dropped[lacking] = False
-        upper.give_back(blocks[dropped])
-        for start in range(0, len(lacking), TOGETHER):
-            chosen = lacking[start : start + TOGETHER]
-            kept = [keys[at] for at in chosen], [uses[at] for at in chosen]
-            places = lower.take(len(chosen))
-            if above:
-                self._use_disk(len(chosen))
-            self._move(above, group, blocks[chosen], places, *kept, incoming=False)
+        if len(lacking) < len(keys):
+            dropped = np.ones(len(blocks), np.bool_)
+            dropped[lacking] = False
+            upper.give_back(blocks[dropped])
+            blocks = blocks[lacking]
+            keys, uses = [keys[at] for at in lacking], [uses[at] for at in lacking]
+        if above:
+            self._use_disk(len(keys))
+        for start in range(0, len(keys), TOGETHER[above]):
+            part = slice(start, start + TOGETHER[above])
+            places = lower.take(len(keys[part]))
+            self._move(above, group, blocks[part], places, keys[part], uses[part], incoming=False)
 
     # -- up ------------------------------------------------------------------------------------------------
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether lower levels may hold a block, or it is on its way."""
+        kv = self._kv
+        return (
+            kv.levels[HOST][0].cache.named(key.key) is not None
+            or key.key in kv.fetching
+            or (self.has_disk and kv.levels[DISK][0].cache.named(key.key) is not None)
+        )
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
         """What lower levels hold of the blocks from `start` to `limit`."""
@@ -147,13 +272,16 @@ class Tiers:
             num_disk += not is_here
         return Below(num_host, num_coming, due_s, num_disk)
 
-    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> int:
-        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket."""
+    def load(self, row: int, keys: Sequence[BlockKey], owner: int) -> tuple[int, int]:
+        """Copy the blocks of `keys`, which the host has, behind those of a row; returns the ticket, and how many of
+        them came from the disk."""
         kv = self._kv
         blocks, places = [], []
+        from_disk = 0
         for group, host in zip(kv.groups, kv.levels[HOST], strict=True):
             found = np.array(host.find(keys), np.int64)
             host.hit(found)
+            from_disk = max(from_disk, int(np.count_nonzero(host.is_fetched[found])))
             start, taken = group.append(row, len(keys))
             group.pool.share(taken)  # the ticket's own references
             kv.block_time.gained(row, len(keys))
@@ -166,12 +294,24 @@ class Tiers:
         number = kv.tickets.issue(ticket)
         for index, (taken, found) in enumerate(zip(blocks, places, strict=True)):
             kv.delta.swap_in.append((number, index, taken, found))
-        return number
+        return number, from_disk
+
+    def makes_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks will soon be free on the device without evicting any that the host lacks."""
+        if self._kv.num_staging:  # copies leave the device as it is
+            return False
+        device = zip(self._kv.levels[0], self._reserves[0], strict=True)
+        return bool(self._kv.tickets.open) and any(
+            part.pool.num_empty < num_blocks <= reserve for part, reserve in device
+        )
 
     def loaded(self, ticket: Ticket) -> None:
-        """A row has published what was loaded for it: the host need not keep it too."""
-        for host, places in zip(self._kv.levels[HOST], ticket.places, strict=True):
-            host.forget(places)
+        """A row has published what was loaded for it: a host that is full need not keep it too. Where it has room, the
+        copy it keeps spares one later."""
+        reserves = self._reserves[HOST]
+        for host, reserve, places in zip(self._kv.levels[HOST], reserves, ticket.places, strict=True):
+            if host.pool.num_empty < reserve:
+                host.forget(places)
 
     def fetch_s(self, num_blocks: int) -> float:
         """Seconds until so many more blocks would have come from the disk."""
@@ -184,8 +324,8 @@ class Tiers:
         keys = [key for key in keys if key.key not in kv.fetching]
         for index, (host, disk) in enumerate(zip(kv.levels[HOST], kv.levels[DISK], strict=True)):
             wanted = [key for key in keys if host.cache.find(key) is None]
-            for start in range(0, len(wanted), TOGETHER):
-                asked += self._fetch(index, host, disk, wanted[start : start + TOGETHER])
+            for start in range(0, len(wanted), FETCHED_TOGETHER):
+                asked += self._fetch(index, host, disk, wanted[start : start + FETCHED_TOGETHER])
         return asked
 
     def _fetch(self, group: int, host: Level, disk: Level, keys: list[BlockKey]) -> int:
@@ -218,6 +358,7 @@ class Tiers:
         uses: Sequence[int],
         *,
         incoming: bool,
+        stays: bool = False,
     ) -> None:
         """Issue a ticket of one layer group that holds its blocks and places already."""
         kv, none = self._kv, blocks[:0]
@@ -231,8 +372,12 @@ class Tiers:
             level=above,
             keys=tuple(keys if index == group else () for index in others),
             uses=tuple(uses if index == group else () for index in others),
+            stays=stays,
         )
         number = kv.tickets.issue(ticket)
         delta = kv.delta
         moves = (delta.fetch if incoming else delta.store) if above else delta.swap_out
         moves.append((number, group, blocks, places))
+        if above:
+            heads = delta.fetch_heads if incoming else delta.store_heads
+            heads += [BlockHead(key.key, key.check, count) for key, count in zip(keys, uses, strict=True)]

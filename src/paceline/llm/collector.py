@@ -398,6 +398,7 @@ def _count(metrics: RequestMetrics, ending: Finished) -> None:
     metrics.preemptions += ending.preemptions
     metrics.swaps += cost.swaps
     metrics.recomputed_tokens += cost.redone
+    metrics.kv_dropped_tokens += cost.dropped
     metrics.kv_block_seconds += cost.block_us / 1e6
     metrics.recompute_kv_block_seconds += cost.redone_block_us / 1e6
 

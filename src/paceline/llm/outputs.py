@@ -90,6 +90,7 @@ class RequestMetrics:
     preemptions: int = 0
     swaps: int = 0  # of these, those that kept its KV on the host
     recomputed_tokens: int = 0  # computed again after a preemption
+    kv_dropped_tokens: int = 0  # whose KV was dropped (`kv_keep`); above 0 the output is lossy
     # KV blocks held, each for as long as it was; a shared one counts for each holder.
     kv_block_seconds: float = 0.0
     recompute_kv_block_seconds: float = 0.0  # of these, while tokens were computed again

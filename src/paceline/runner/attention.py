@@ -105,8 +105,7 @@ class StepAttention:
             q = q.expand(-1, 2, -1)
         context = bucket.blocks.shape[0] // num_rows * block_size
         shape = (kv_heads * num_rows, context, head_dim)
-        k = pools.keys.index_select(1, bucket.blocks).view(shape)
-        v = pools.values.index_select(1, bucket.blocks).view(shape)
+        k, v = (part.view(shape) for part in pools.gather(bucket.blocks))
         weights = torch.bmm(q, k.transpose(1, 2))
         if alone:
             spread = weights.view(kv_heads, num_rows, 1, 2, context)
@@ -165,13 +164,13 @@ def _members(kv: KVTensors, rows: DeviceRows, batch: FlatBatch, which: Index) ->
     column = np.minimum(np.arange(width), count[:, None] - 1)
     tokens = first_token[:, None] + column
     is_real = np.arange(width) < count[:, None]
-    positions = batch.positions[tokens]
+    places = batch.places[tokens]
     return Members(
         tokens=torch.from_numpy(tokens.ravel()),
         num_rows=len(which),
         queries=width,
         buckets=[
-            _bucket(kv, rows.tables[group][batch.rows[which]], positions, group, batch.masked[which])
+            _bucket(kv, rows.tables[group][batch.rows[which]], places, group, batch.masked[which])
             for group in range(len(kv.windows))
         ],
         first=torch.from_numpy(np.flatnonzero(is_real.ravel())),

@@ -22,15 +22,24 @@ def choose_device(model: ModelConfig) -> str:
     if model.device == "cuda" and reason:
         raise ConfigError(f"--device cuda: {reason}")
     if reason or model.device == "cpu":
-        if model.kv_cache_dtype != "auto":
+        if model.kv_cache_dtype.startswith("fp8"):
             raise ConfigError(
-                f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take auto"
+                f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take int8 or auto"
+            )
+        if model.kv_offloading_size:
+            raise ConfigError(
+                "--kv-offloading-size is for a GPU, and this model runs on the CPU, whose memory holds the KV cache "
+                "itself: give that more with --kv-cache-memory-bytes"
             )
         if model.quantization == "fp8":
             raise ConfigError(
                 "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"
             )
         return "cpu"
+    if model.kv_cache_dtype == "int8":
+        raise ConfigError(
+            "--kv-cache-dtype int8 is for a CPU, and this model runs on a GPU: take fp8, or add --device cpu"
+        )
     import torch
 
     if torch.cuda.get_device_capability() < OLDEST_FP8:

@@ -37,6 +37,7 @@ class DeviceRows:
         self.limit: Index = np.zeros(num_rows, np.int64)
         self.texts: Index = np.zeros(num_rows, np.int64)  # see RowJoins
         self.adapter: Index = np.zeros(num_rows, np.int64)
+        self.dropped: Index = np.zeros(num_rows, np.int64)  # tokens that its tables have no entries for
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for
@@ -51,6 +52,7 @@ class DeviceRows:
         if len(plan.joins.row):
             self._join(plan.joins)
             self._copy_rows(plan.row_copies)
+        self.dropped[plan.drops.row] = plan.drops.num_tokens
         change = plan.decode_rows
         self.decoding[change.removed] = False
         self.decoding[change.added] = True
@@ -61,12 +63,20 @@ class DeviceRows:
             mine = places.group == group
             table[places.row[mine], places.index[mine]] = blocks[mine]
 
-    def slots(self, owner: Index, positions: Index, block_size: int) -> tuple[Index, ...]:
-        """Where the tokens of rows are stored, by layer group."""
+    def slots(self, owner: Index, places: Index, block_size: int) -> tuple[Index, ...]:
+        """Where the tokens of rows are stored, by layer group. A place is a position less what the row has dropped."""
         return tuple(
-            table[owner, positions // block_size] * block_size + positions % block_size
-            for table in self.tables
+            table[owner, places // block_size] * block_size + places % block_size for table in self.tables
         )
+
+    def adapters_of(self, batch: FlatBatch) -> Index | None:
+        """The adapter of each token of a batch; None where no token has one."""
+        numbers = self.adapter[batch.rows]
+        if not numbers.any():
+            return None
+        # A row that has ended may have an adapter that is gone; padding belongs to no row.
+        of_rows = np.where(batch.masked, NO_ADAPTER, numbers)
+        return np.append(of_rows, NO_ADAPTER)[batch.row_of] if of_rows.any() else None
 
     def _join(self, joins: RowJoins) -> None:
         at = joins.row
@@ -78,6 +88,7 @@ class DeviceRows:
         self.adapter[at] = joins.adapter if len(joins.adapter) else NO_ADAPTER
         if len(joins.texts):
             self.texts[at] = joins.texts
+        self.dropped[at] = 0
         self.ended[at] = self.decoding[at] = False
         for table in self.tables:
             table[at] = 0
@@ -105,6 +116,7 @@ class FlatBatch:
     masked: NDArray[np.bool_]  # ended: nothing of it counts
     tokens: Index
     positions: Index
+    places: Index  # of tokens in their rows' tables: positions less what a row has dropped
     lengths: Index  # of a token's sequence when it was first computed
     row_of: Index  # index into `rows`; len(rows) for padding
     slots: tuple[Index, ...]  # per layer group, flat
@@ -143,12 +155,14 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
     positions = start[row_of] + np.arange(len(row_of)) - first[row_of]
     owner = at[row_of]
     stored = ~masked[row_of]
-    slots = tuple(np.where(stored, slot, NOWHERE) for slot in rows.slots(owner, positions, block_size))
+    places = positions - np.where(stored, rows.dropped[owner], 0)
+    slots = tuple(np.where(stored, slot, NOWHERE) for slot in rows.slots(owner, places, block_size))
     tokens = rows.tokens[owner, positions]
     lengths = np.maximum(positions + 1, rows.num_prompt[owner])
     if plan.pad_tokens:  # computed for real, never read
         pad = np.zeros(plan.pad_tokens, np.int64)
         tokens, positions = np.concatenate([tokens, pad]), np.concatenate([positions, pad])
+        places = np.concatenate([places, pad])
         lengths = np.concatenate([lengths, pad + 1])
         row_of = np.concatenate([row_of, pad + len(at)])
         slots = tuple(np.concatenate([slot, pad + NOWHERE]) for slot in slots)
@@ -159,6 +173,7 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
         masked=masked,
         tokens=tokens,
         positions=positions,
+        places=places,
         lengths=lengths,
         row_of=row_of,
         slots=slots,
@@ -176,6 +191,7 @@ def one_token_each(
         masked=np.zeros(len(at), np.bool_),
         tokens=tokens,
         positions=positions,
+        places=positions,
         lengths=np.maximum(positions + 1, rows.num_prompt[at]),
         row_of=np.arange(len(at)),
         slots=rows.slots(at, positions, block_size),
@@ -194,6 +210,7 @@ def part_of(batch: FlatBatch, keep: NDArray[np.bool_]) -> FlatBatch:
         masked=batch.masked[left],
         tokens=batch.tokens[keep],
         positions=batch.positions[keep],
+        places=batch.places[keep],
         lengths=batch.lengths[keep],
         row_of=place[batch.row_of[keep]],
         slots=tuple(slot[keep] for slot in batch.slots),

@@ -32,11 +32,20 @@ DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode 
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
-def block_bytes(spec: ModelSpec, block_size: int, further: Sequence[FurtherLayer] = ()) -> int:
+def cpu_kv_dtype(model: ModelConfig) -> str:
+    """The type of keys and values on a CPU."""
+    return "int8" if model.kv_cache_dtype == "int8" else "float32"
+
+
+def block_bytes(
+    spec: ModelSpec, block_size: int, further: Sequence[FurtherLayer] = (), kv_dtype: str = "float32"
+) -> int:
     """Bytes of one block: its tokens' keys and values in every layer, and in those of a model that guesses."""
-    entries = spec.num_layers * spec.num_kv_heads * spec.head_dim
-    entries += sum(layer.num_kv_heads * layer.head_dim for layer in further)
-    return entries * 2 * block_size * 4
+    shapes = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+    shapes += [(layer.num_kv_heads, layer.head_dim) for layer in further]
+    # Bytes of a head of a token; int8 has a scale beside them.
+    size = sum(heads * (dim + 4 if kv_dtype == "int8" else 4 * dim) for heads, dim in shapes)
+    return 2 * block_size * size
 
 
 def choose_sizes(
@@ -50,7 +59,7 @@ def choose_sizes(
     `further`: see `block_bytes`."""
     sizes = dict(given)
     block_size = sizes.setdefault("block_size", 16)
-    per_block = block_bytes(spec, block_size, further)
+    per_block = block_bytes(spec, block_size, further, cpu_kv_dtype(model))
     if "num_blocks" not in sizes:
         memory = model.kv_cache_memory_bytes or int(_default_memory() * model.kv_memory_part)
         sizes["num_blocks"] = max(2, memory // per_block)
@@ -123,10 +132,10 @@ def _default_memory() -> int:
             return int(float(given) * GIB)
         except ValueError as error:
             raise ConfigError(f"PACELINE_CPU_KVCACHE_SPACE is {given!r}: give a number of GiB") from error
-    return min(2 * GIB, _free_memory() // 4)
+    return min(2 * GIB, free_memory() // 4)
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes that could be used without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -18,12 +18,13 @@ FIRST = (
     8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
 )
 HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
+WAITS = (Rule.LOADING, Rule.MAKING_ROOM)
 
 
 class Load(NamedTuple):
     """What becomes of the blocks below that a waiting request can use."""
 
-    rule: Rule  # LOADS, LOADING or COMPUTES
+    rule: Rule  # LOADS, COMPUTES or one of WAITS
     num_tokens: int
     load_s: float
     compute_s: float
@@ -57,8 +58,8 @@ class Loading:
         """For a request of whose blocks the device has the first `num_device`; None: there is nothing below."""
         state, costs = self._state, self._costs
         kv = state.kv
-        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
-        if costs is None or num_device >= limit:
+        limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
+        if costs is None or num_device >= limit or not self.tiers.has(request.keys[num_device]):
             return None
         below = self.tiers.look(request.keys, num_device, limit)
         size, start = kv.block_size, num_device * kv.block_size
@@ -66,16 +67,24 @@ class Loading:
             count = below.num_host + below.num_coming
             left_s = max(0.0, below.due_s - state.now_s)
             load = self._load(Rule.LOADING, start, count * size, left_s + self._host_s(count))
-            _, until_s = self.until_s.get(request.id, (0.0, state.now_s + load.compute_s))
-            if load.load_s < load.compute_s and state.now_s < until_s:
+            if load.load_s < load.compute_s and self._may_wait(request, load):
                 return load
         if not below.num_host:
             return None
         load = self._load(Rule.LOADS, start, below.num_host * size, self._host_s(below.num_host))
-        return load if load.load_s < load.compute_s else load._replace(rule=Rule.COMPUTES)
+        if load.load_s >= load.compute_s:
+            return load._replace(rule=Rule.COMPUTES)
+        if self.tiers.makes_room(below.num_host) and self._may_wait(request, load):
+            return load._replace(rule=Rule.MAKING_ROOM)
+        return load
+
+    def _may_wait(self, request: Request, load: Load) -> bool:
+        """Whether a request has waited for less time than computing takes."""
+        now_s = self._state.now_s
+        return now_s < self.until_s.get(request.id, (0.0, now_s + load.compute_s))[1]
 
     def waits(self, request: Request, load: Load) -> None:
-        """A request waits for the disk in this step."""
+        """A request waits for a copy in this step."""
         if request.id not in self.until_s:
             now_s = self._state.now_s
             self._forget_ended()
@@ -87,7 +96,11 @@ class Loading:
         """Load for a request that has its row; returns the ticket."""
         count = load.num_tokens // self._state.kv.block_size
         keys = request.keys[num_device : num_device + count]
-        return self.tiers.load(row, keys, request.id)
+        ticket, from_disk = self.tiers.load(row, keys, request.id)
+        if request.admitted_s is None:
+            size = self._state.kv.block_size
+            request.from_below = (count - from_disk) * size, from_disk * size
+        return ticket
 
     def record(self, request: Request, load: Load) -> None:
         self._state.decide(
@@ -121,8 +134,8 @@ class Loading:
         state, costs = self._state, self._costs
         assert costs is not None
         kv = state.kv
-        num_device = kv.match(request.keys, request.num_tokens).num_blocks
-        limit = min(len(request.keys), (request.num_tokens - 1) // kv.block_size)
+        num_device = kv.match(request.keys, request.num_sharable(kv.block_size)).num_blocks
+        limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
         below = self.tiers.look(request.keys, num_device, limit)
         if not below.num_disk:
             return

@@ -32,13 +32,15 @@ def full_plan(state: SchedulerState, decoding: NDArray[np.int64]) -> StepPlan:
         rows.collect(request)
         joins.append(Join(row, request, NO_ROW))
         for group in state.kv.groups:
-            start, end = int(group.first[row]), int(group.held[row])
-            delta.appends.append((row, group.index, start, group.table[row, start:end]))
+            delta.appends.append((row, group.index, int(group.first[row]), group.blocks_of(row)))
+        if state.kv.dropped[row]:
+            delta.drops[row] = int(state.kv.dropped[row]) * state.kv.block_size
     return StepPlan(
         seq=state.kv.submitted,
         full=True,
         joins=build_joins(state, joins)[0],
         new_blocks=delta.take()[0],
+        drops=delta.take_drops(),
         decode_rows=RowSet(added=decoding[rows.live[decoding]].astype(np.int32)),
     )
 

@@ -48,6 +48,10 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
     """Why a request can never be served; one that is known already is an error of the caller."""
     if request.id in state.requests or request.state is not RequestState.NEW:
         raise InvalidRequest(f"request {request.id} is already known")
+    if request.sampling.kv_keep is not None:
+        reason = _cannot_drop(state)
+        if reason:
+            return Rejection([request], Rule.KV_KEEP, InvalidRequest(f"kv_keep: {reason}", param="kv_keep"))
     longest = state.config.max_model_len
     if request.max_total > longest:
         message = (
@@ -63,6 +67,19 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         )
         return Rejection([request], Rule.KV_CAPACITY, NeverFits(message, param="max_tokens"))
     return None
+
+
+def _cannot_drop(state: SchedulerState) -> str:
+    """Why no request of this engine can drop KV; empty: they can."""
+    if state.kv.windowed:
+        return "this model has layers with sliding windows, which keep recent tokens only; leave it out"
+    if state.drafts is not None:
+        return (
+            "this engine drafts tokens (--speculative-config), and a draft would see too much; leave it out"
+        )
+    if state.mode.keeps_finished:
+        return "this engine runs padded batches (--mode), whose rows have all their blocks; leave it out"
+    return ""
 
 
 def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:

@@ -29,6 +29,7 @@ from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
     Blocked,
+    BlockKey,
     BlockReason,
     FinishReason,
     Request,
@@ -413,6 +414,21 @@ class Scheduler:
     def set_adapter(self, number: int, identity: str) -> None:
         """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
         self._input(inputs.SetAdapter(number=number, identity=identity))
+        if identity:
+            self.state.adapters.register(number, identity)
+        else:
+            self.state.adapters.forget(number)
+
+    def adapter_read(self, number: int, *, failed: bool = False) -> None:
+        """What was ordered is in memory, or cannot be."""
+        self._input(inputs.AdapterRead(number=number, failed=failed))
+        self.state.adapters.arrived(number, failed=failed)
+
+    def restore(self, places: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
+        """Earlier runs have left prefixes on the disk. Before anything is added."""
+        names = tuple([key.key for key in keys])
+        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses)))
+        self.state.kv.restore(np.array(places, np.int64), keys, uses)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
@@ -458,8 +474,8 @@ class Scheduler:
 
     @property
     def has_open_copies(self) -> bool:
-        """A swap is to be sent or under way."""
-        return self.composer.has_open_copies
+        """A copy is to be sent or under way."""
+        return self.composer.has_open_copies or self.state.tiers.has_news
 
     # -- snapshots and recovery ----------------------------------------------------------------------------
 
@@ -518,6 +534,8 @@ class Scheduler:
         self._note(inputs.AddRequest.of(request, together))
         state.counters.added += 1
         state.requests[request.id] = request
+        if request.adapter:
+            state.adapters.add_request(request.adapter)
         state.enqueue(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:

@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 GAIN = 1.04  # what is predicted must be better by this
 OFFERED = 0.2  # weight of the last tallies in how many rows have a draft of each kind
-FADING = 0.98  # of what is known of a size, by each step of another one
+FADING = 0.998  # of what is known of a size, by each step of another one: it is tried again after hundreds
 FEWEST = 1e-3  # a smaller share of rows than this counts for nothing
 
 

@@ -48,6 +48,7 @@ from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
+from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
@@ -181,6 +182,7 @@ class SchedulerState:
         self.queue = WaitingQueue(self.wishes)
         self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
         self.accounting = TenantAccounting(policy, self.queue)
+        self.adapters = AdapterPlaces(config.max_loras)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
         self.drafts = make_budget(config, kv.block_size, mode)
@@ -338,7 +340,11 @@ class SchedulerState:
         """Give a request a row and note that it joins in the plan being made."""
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
+        if request.sampling.kv_keep is not None:
+            self.kv.keep(row, request.sampling.kv_keep, request.num_prompt)
         self.joins.append(Join(row, request, source))
+        if request.adapter:
+            self.adapters.take_row(request.adapter)
         if request.tree is not None:
             request.tree.num_rows += 1
         if request.id != self.last_admitted:
@@ -350,6 +356,8 @@ class SchedulerState:
         row = request.row
         settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
+        if request.adapter:
+            self.adapters.leave_row(request.adapter, self.kv.submitted)
         if request.tree is not None:
             request.tree.num_rows -= 1
         self.prefilling.pop(request.id, None)
@@ -404,7 +412,8 @@ class SchedulerState:
         """Offer what a request that is about to leave has computed to the prefix cache, its output included."""
         row = request.row
         kv = self.kv
-        if not kv.caching or request.blocked is not None:  # its blocks are still being copied in
+        # Blocks that are still being copied in, and those of a row that has dropped some, are not offered.
+        if not kv.caching or request.blocked is not None or kv.dropped.item(row):
             return
         computed = self.rows.computed.item(row)
         if computed // kv.block_size > len(request.keys) and self.rows.collect(request):
@@ -426,6 +435,8 @@ class SchedulerState:
         request.move(_FINISHED)
         request.finished_s = self.now_s
         del self.requests[request.id]
+        if request.adapter:
+            self.adapters.drop_request(request.adapter)
         del self.orders[request.id]
         if request.parent is not None:
             self._leave_family(request, request.parent)

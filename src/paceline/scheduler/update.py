@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.events import DecisionKind, LogprobEvent, Rule, TokenEvents
 from paceline.core.fast import all_set, any_set, count_set, has_either, total
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
-from paceline.core.request import FinishReason, Request, RequestId, RequestState
+from paceline.core.request import FinishReason, Request, RequestId, RequestState, account_of
 from paceline.kv.swap import NO_OWNER, Ticket
 from paceline.scheduler import steering
 from paceline.scheduler.recovery import forget_places
@@ -36,6 +36,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
             _copy_done(state, ticket)
     for ticket in result.copies_failed.tolist() if len(result.copies_failed) else ():
         copy_failed(state, ticket)
+    if result.disk_is_off:
+        state.tiers.turn_off_disk()
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     if not all_set(current):
@@ -195,6 +197,12 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
     except Exception as error:
         state.fail(request, error)
         return
+    if request.sampling.prompt_cache_s is not None:
+        keys = request.keys[: request.num_prompt // state.kv.block_size]
+        state.wishes.keep(account_of(request.tenant), keys, request.sampling.prompt_cache_s)
+    if request.sampling.cache_share < 1.0:
+        share = request.sampling.cache_share
+        state.wishes.hold_to_share(account_of(request.tenant), request.keys, share)
     state.close(request, reason, detail)
 
 
@@ -225,6 +233,8 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
 def _copy_done(state: SchedulerState, number: int) -> None:
     """A copy has completed; a request that was coming back, or loading, runs."""
     ticket = state.kv.complete_ticket(number)
+    if ticket is not None:
+        state.tiers.arrived(ticket)
     request = None if ticket is None else _waits_for(state, ticket, number)
     if ticket is None or request is None:
         return
@@ -253,7 +263,11 @@ def copy_failed(state: SchedulerState, number: int) -> None:
     if request is not None:
         tokens = len(ticket.blocks[0]) * state.kv.block_size
         state.decide(DecisionKind.LOAD, request, Rule.LOAD_FAILED, tokens)
-        request.num_cached = max(0, request.num_cached - tokens)
+        if ticket.keys is not None and not request.preemptions:
+            request.num_cached -= tokens
+            state.counters.cached_tokens -= tokens
+            state.counters.found(-tokens, tuple(-tokens for tokens in request.from_below))
+            request.from_below = (0, 0)
         request.blocked, request.reserved, request.num_computed = None, False, 0
         state.kv.release(request.row)
         state.leave_row(request)

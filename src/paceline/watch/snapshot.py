@@ -78,7 +78,9 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
     live = np.flatnonzero(rows.live[: rows.high])
     counters = state.counters
     groups = state.kv.groups
-    blocks_of = np.sum([group.held[live] - group.first[live] for group in groups], axis=0)
+    blocks_of = np.sum(
+        [group.held[live] - group.first[live] - group.dropped[live] for group in groups], axis=0
+    )
     columns = (
         live,
         rows.request_id[live],

@@ -208,7 +208,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "block_copies",
             "row_copies",
         ),
-        *("swap_out", "swap_in", "store", "fetch", "pad_tokens", "padding_rows", "work"),
+        *("swap_out", "swap_in", "store", "fetch", "drops", "pad_tokens", "padding_rows", "work"),
         *("draft_width", "draft_tokens", "draft_floor", "trust"),
     }
     assert {spec.name for spec in fields(RowJoins)} == {
@@ -237,6 +237,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "finite",
             "copies_done",
             "copies_failed",
+            "disk_is_off",
             "logprobs",
             "times",
         ),

@@ -160,7 +160,7 @@ def test_types_of_the_kv_cache(name: str) -> None:
     assert model.kv_cache_dtype == name and not given
 
 
-@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "FP8", 8])
+@pytest.mark.parametrize("name", ["fp8_e5m2", "int4", "FP8", 8])
 def test_another_type_of_the_kv_cache_is_refused(name: object) -> None:
-    with pytest.raises(ConfigError, match="^--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, not "):
+    with pytest.raises(ConfigError, match="^--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, int8, not "):
         split_arguments("somewhere", {"kv_cache_dtype": name})

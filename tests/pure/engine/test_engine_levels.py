@@ -14,6 +14,7 @@ from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, Preemption
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import RequestId, RequestState
 from paceline.errors import ConfigError
+from paceline.kv.tiers import HOST
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, BreakingRunner, engine_config, prompt
 
@@ -252,3 +253,17 @@ def test_levels_that_cannot_be_are_refused() -> None:
         KVConfig(cache_on_host=True, num_host_blocks=4, groups=(GroupSpec(window=8),))
     with pytest.raises(ConfigError, match="num_disk_blocks"):
         KVConfig(num_disk_blocks=4)
+
+
+def test_a_load_waits_for_room_rather_than_evict_what_the_host_lacks() -> None:
+    """Prompts of 4 blocks that fill a device of 64 three times: sent at once, the loads of a second round would take
+    more blocks at a time than the device keeps empty."""
+    bench = bench_of(levels(host=512), late_copies=1)
+    counters, found = bench.state.counters, 0
+    for _ in range(2):
+        found = counters.cached_tokens
+        for number in range(48):
+            bench.add(prompt(17, number), 2)
+        bench.run()
+    assert counters.cached_tokens - found > 0.95 * 48 * 16 and counters.found_tokens[HOST] > 0.9 * 48 * 16
+    assert Rule.MAKING_ROOM in bench.reasons(DecisionKind.DEFER)

@@ -112,7 +112,7 @@ class World:
         self.waking[place] = self.now_s + self.random.choice((0.0, 0.02, 0.1))
 
     def _finish_waking(self, place: int) -> None:
-        if self.random.random() < 0.1:
+        if self.random.random() < 0.2:
             self.conductor.wake_failed(place)
             self.counts["failed wakes"] += 1
             return

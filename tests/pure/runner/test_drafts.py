@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.speculative import read_speculative_config
 from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
@@ -435,7 +436,7 @@ def test_a_size_that_costs_more_than_it_brings_is_left_out() -> None:
     ],
 )
 def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
-    assert DraftConfig.read(text) == expected
+    assert read_speculative_config(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -456,5 +457,5 @@ def test_what_the_flag_says(text: str, expected: DraftConfig | None) -> None:
 )
 def test_what_it_cannot_say(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match="--speculative-config") as caught:
-        DraftConfig.read(text)
+        read_speculative_config(text)
     assert says in str(caught.value)

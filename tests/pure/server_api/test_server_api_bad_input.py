@@ -161,3 +161,65 @@ def test_lowered_limits_hold() -> None:
     for name, value in (("branches", 9), ("branches", 0), ("nothing", 1)):
         with pytest.raises(ConfigError):
             SERVER_LIMITS.lowered(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"first": -1, "recent": 8},
+        {"first": 4, "recent": 0},
+        {"first": 4},
+        {"first": 4, "recent": 8, "more": 1},
+        {"first": "4", "recent": 8},
+        [4, 8],
+        "all",
+    ],
+)
+def test_kv_that_is_to_be_kept_is_named(value: object) -> None:
+    body = {"model": "tiny", "prompt": "hello", "kv_keep": value}
+    status, _, param = refusal(Api(), COMPLETIONS, body)
+    assert (status, param) == (400, "kv_keep")
+
+
+@pytest.mark.parametrize("value", ["25h", "", 24, True, ["24h"]])
+def test_a_retention_out_of_range_is_named(value: object) -> None:
+    body = {"model": "tiny", "prompt": "hello", "prompt_cache_retention": value}
+    status, _, param = refusal(Api(), COMPLETIONS, body)
+    assert (status, param) == (400, "prompt_cache_retention")
+
+
+@pytest.mark.parametrize(
+    "control",
+    [{"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": 5}, {"type": "for ever"}, "5m"],
+)
+def test_a_cache_control_out_of_range_is_named(control: object) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": control}]}
+    body = {"model": "tiny", "max_tokens": 4, "messages": [turn]}
+    status, _, param = refusal(Api(), "/v1/messages", body)
+    assert (status, param) == (400, "cache_control")
+
+
+@pytest.mark.parametrize("value, seconds", [("24h", 86_400), ("in_memory", None), (None, None)])
+def test_a_retention_reaches_the_engine(value: str | None, seconds: int | None) -> None:
+    api = Api()
+    asyncio.run(api.open(COMPLETIONS, {"model": "tiny", "prompt": "hello", "prompt_cache_retention": value}))
+    assert api.client.submitted[0]["sampling"].prompt_cache_s == seconds
+
+
+def test_the_longest_ttl_of_a_conversation_counts() -> None:
+    api = Api()
+    marked = [
+        {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": ttl}}
+        for ttl in ("5m", "1h")
+    ]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": marked}]}
+    asyncio.run(api.open("/v1/messages", body))
+    assert api.client.submitted[0]["sampling"].prompt_cache_s == 3600
+
+
+def test_what_is_kept_reaches_the_engine() -> None:
+    api = Api()
+    body = {"model": "tiny", "prompt": "hello", "kv_keep": {"first": 4, "recent": 8}}
+    asyncio.run(api.open(COMPLETIONS, body))
+    kept = api.client.submitted[0]["sampling"].kv_keep
+    assert (kept.first, kept.recent) == (4, 8)

@@ -14,8 +14,9 @@ from typing import Any
 
 from paceline.cli.bench.view import FORMAT, Report, note, show, write
 from paceline.cli.flags import engine_options, split_list, writable, write_json
-from paceline.config.engine import ORACLE, DraftConfig
+from paceline.config.engine import ORACLE
 from paceline.config.options import from_values
+from paceline.config.speculative import read_speculative_config
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.bench.bench_options import DraftsOptions
@@ -43,7 +44,7 @@ def drafts(values: Mapping[str, Any]) -> None:
     options = from_values(DraftsOptions, values)
     engine = engine_options(values)
     method = engine.pop("speculative_config", "auto")
-    chosen = DraftConfig.read(method)
+    chosen = read_speculative_config(method)
     if chosen is None:
         raise InputError("--speculative-config off makes no drafts; name a method to compare with none")
     if options.drafter is not None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags import split_list
 from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
-from paceline.config.engine import EVICTIONS, DraftConfig
+from paceline.config.engine import EVICTIONS
+from paceline.config.speculative import read_speculative_config
 from paceline.core.recorder import StepRecorder
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
@@ -74,7 +75,7 @@ class Load:
 def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     """Every run of the command line, checked as far as it can be without running."""
     machine = machine_of(options.model, options.device, options.cost_model)
-    drafts = DraftConfig.read(options.speculative_config)
+    drafts = read_speculative_config(options.speculative_config)
     acceptance = None if drafts is None else Acceptance.read(options.acceptance)
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.speculative import read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
@@ -29,6 +30,7 @@ from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
@@ -44,9 +46,11 @@ from paceline.runner.gpu.linears import (
     packed_of,
     quantized,
 )
+from paceline.runner.sizing import free_memory
 
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
+MOST_OF_HOST = 0.8  # of the memory that is available; pinned memory cannot be swapped out
 LARGE_MEMORY = 64 * GIB  # from here on many rows and long steps are worth their buffers
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -94,8 +98,9 @@ def choose_gpu_sizes(
     device: torch.device,
     dtype: torch.dtype,
     head: HeadFiles | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `head` makes drafts."""
+    """`given` completed: every size the engine's config needs. `head` makes drafts; `adapters` have their own room."""
     sizes = dict(given)
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
@@ -110,22 +115,30 @@ def choose_gpu_sizes(
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
     if "num_blocks" not in sizes:
         draws = sizes["max_num_seqs"]
-        if DraftConfig.read(model.speculative_config) is not None:
+        if read_speculative_config(model.speculative_config) is not None:
             draws = max(draws, DRAFT_BUCKETS[-1])
         buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
         if head is not None:
             buffers += _head_bytes(head.spec, sizes, dtype)
+        if adapters is not None:
+            slots = sizes["max_num_seqs"]
+            buffers += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
         if model.kv_memory_part < 1 and model.kv_cache_memory_bytes is None:
             raise ConfigError("several models on one GPU need kv_cache_memory_bytes for each of them")
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
+            taken, options = (
+                ("buffers", "") if adapters is None else ("buffers and adapters", "--max-loras, ")
+            )
             raise ConfigError(
-                f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to buffers and "
+                f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to {taken} and "
                 f"{max(memory, 0) / GIB:.1f} are left for the KV cache: raise --gpu-memory-utilization, or lower "
-                "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+                f"{options}--max-num-seqs, --max-num-batched-tokens or --max-model-len"
             )
         sizes["num_blocks"] = memory // per_block
+    if model.kv_offloading_size:
+        sizes |= host_blocks(model.kv_offloading_size, per_block, spec, given)
     capacity = (sizes["num_blocks"] - 1) * BLOCK_SIZE
     if "max_model_len" not in sizes:
         longest = max(2, min(longest, capacity))
@@ -136,6 +149,28 @@ def choose_gpu_sizes(
         )
     sizes["max_model_len"] = longest
     return sizes
+
+
+def host_blocks(
+    gib: float, per_block: int, spec: ModelSpec, given: Mapping[str, Any]
+) -> dict[str, int | bool]:
+    """Sizes of the level below the device; raises where there can be none."""
+    flag, room = f"--kv-offloading-size {gib:g}", free_memory()
+    if given.get("num_host_blocks"):
+        raise ConfigError(f"{flag} and --num-host-blocks {given['num_host_blocks']} say the same: give one")
+    if any(window is not None for window in spec.group_windows):
+        raise ConfigError(
+            f"{flag}: prefixes of a model with sliding windows are not kept in host memory; for requests that are "
+            "swapped out give --num-host-blocks"
+        )
+    if gib * GIB > MOST_OF_HOST * room:
+        raise ConfigError(
+            f"{flag} is more than {MOST_OF_HOST:.0%} of the {room / GIB:.1f} GiB of memory that is available: give at "
+            f"most {MOST_OF_HOST * room / GIB:.1f}"
+        )
+    if gib * GIB < per_block:
+        raise ConfigError(f"{flag} holds no KV block: one takes {per_block / GIB:.4f} GiB")
+    return {"num_host_blocks": int(gib * GIB) // per_block, "cache_on_host": True}
 
 
 def _longest(spec: ModelSpec) -> int:

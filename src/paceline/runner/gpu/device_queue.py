@@ -58,8 +58,13 @@ class DeviceQueue:
             if self.stream is None:
                 yield
                 return
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            # As torch.cuda.stream does it, in less time: that is much beside a step of a millisecond.
+            before = torch.cuda.current_stream()
+            torch.cuda.set_stream(self.stream)
+            try:
                 yield
+            finally:
+                torch.cuda.set_stream(before)
 
     def mark(self) -> Mark:
         if self.stream is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.guide import Guide
 from paceline.core.plan import GuideWork, StepPlan
+from paceline.runner.gpu.adapters import DeviceAdapters
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape
 from paceline.runner.gpu.device_drafts import DeviceDrafts
 from paceline.runner.gpu.device_head import DeviceHead
@@ -48,6 +49,7 @@ class StepParts:
     tokens: StepTokens
     visible: Tensor
     graphs: StepGraphs
+    adapters: DeviceAdapters | None
 
 
 class DraftedSteps:
@@ -58,7 +60,12 @@ class DraftedSteps:
     ) -> None:
         self._parts, self._drafts, self._head = parts, drafts, head
         self._max_slots = slots = parts.rows.memory.max_slots
-        self._keys = [draft_keys(slots, max_tokens, undrawn=undrawn) for undrawn in (False, True)]
+        # By whether they are drawn apart, and whether rows have adapters.
+        self._keys = {
+            (undrawn, adapted): draft_keys(slots, max_tokens, undrawn=undrawn, adapted=adapted)
+            for undrawn in (False, True)
+            for adapted in ((False,) if parts.adapters is None else (False, True))
+        }
         self._behind: dict[
             int, Tensor
         ] = {}  # by tokens of a step: states that its head keeps; always the same
@@ -68,14 +75,14 @@ class DraftedSteps:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of the steps that there are."""
-        return tuple(dict.fromkeys(key.tokens for key in self._keys[False]))
+        return tuple(dict.fromkeys(key.tokens for key in self._keys[False, False]))
 
     def steps(self) -> dict[Key, Callable[[], object]]:
         """Every step that is captured."""
         steps: dict[Key, Callable[[], object]] = {}
-        for key in self._keys[False] + self._keys[True]:
-            steps[key] = partial(self._compute, key)
-        for key in self._keys[True]:
+        for keys in self._keys.values():
+            steps |= {key: partial(self._compute, key) for key in keys}
+        for key in self._keys[True, False]:
             for draw in DRAWS:
                 drawn = DraftDrawKey(key.tokens, key.slots, *draw)
                 steps[drawn] = partial(self._draw, drawn)
@@ -85,7 +92,7 @@ class DraftedSteps:
         """Run steps of every kind that kernels are compiled for."""
         self._drafts.warm_up()
         is_gpu = self._parts.queue.is_gpu
-        for keys in self._keys:
+        for keys in self._keys.values():
             # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
             tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
             kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
@@ -98,7 +105,7 @@ class DraftedSteps:
 
     def run_size(self, num_tokens: int) -> None:
         """A step of that size, to see how long it takes."""
-        self._run(next(key for key in self._keys[False] if key.tokens == num_tokens))
+        self._run(next(key for key in self._keys[False, False] if key.tokens == num_tokens))
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -112,7 +119,9 @@ class DraftedSteps:
         if sampler.logprobs.any_asked(batch) or sampler.is_host[rows].any():
             return None
         undrawn = bool(sampler.has_logit_rules[rows].any()) or sampler.any_guided(batch)
-        return draft_key(self._keys[undrawn], len(rows), plan.draft_tokens)
+        adapters = self._parts.adapters
+        adapted = adapters is not None and adapters.are_in(batch)
+        return draft_key(self._keys[undrawn, adapted], len(rows), plan.draft_tokens)
 
     def submit(
         self,
@@ -121,7 +130,7 @@ class DraftedSteps:
         key: DraftKey,
         *,
         started_s: float,
-        swapped: Callable[[], NDArray[np.int32]],
+        swapped: Callable[[], tuple[NDArray[np.int32], NDArray[np.int32]]],
     ) -> DraftedPending:
         drafts, parts = self._drafts, self._parts
         is_guided = parts.sampler.is_guided[batch.decode]
@@ -202,7 +211,11 @@ class DraftedSteps:
             tokens, visible, slot_rows, key.tokens, overlapped=overlapped, guided=key.undrawn
         )
         step = parts.attention.begin(shape, slot_rows, visible, None, queries=queries)
-        hidden = parts.decoder.forward(tokens, parts.attention, step)
+        adapters = None
+        if key.adapted:
+            assert parts.adapters is not None
+            adapters = parts.adapters.of_rows(drafts.layout.draw_rows[: key.tokens])
+        hidden = parts.decoder.forward(tokens, parts.attention, step, adapters)
         if head is not None:
             self._behind[key.tokens] = head.follow_drafts(
                 tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped

@@ -7,21 +7,23 @@ decides which products are used; what is computed does not change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from paceline.models.decoder import Layer, Parts
-from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
+from paceline.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
+from paceline.models.decoder import Parts
+from paceline.models.layers import DenseLinear
 from paceline.models.rope import inverse_frequencies
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.adapters import AddAdapters, AddToLayer, AddToProduct
 from paceline.runner.gpu.device_attention import DeviceAttention, StepPlans
+from paceline.runner.gpu.device_layers import DeviceExperts, DeviceLayer, device_layer
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
-    ExpertWeights,
     allocate_expert_buffers,
     expert_product,
 )
@@ -35,7 +37,7 @@ from paceline.runner.gpu.kernels.gated_product import (
     is_worth_gating,
 )
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
-from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm, TokenPlaces
+from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
     scaled_gated_tuning,
@@ -61,38 +63,6 @@ from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinea
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 _WIDE = 4096  # hidden entries
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceExperts:
-    """The experts of one layer, and their router."""
-
-    router: Tensor
-    weights: ExpertWeights
-    per_token: int
-    normalize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLayer:
-    """Weights of one layer."""
-
-    qkv: DeviceLinear
-    output: DeviceLinear
-    gate_up: DeviceLinear | None
-    down: DeviceLinear | None
-    experts: DeviceExperts | None
-    head_norm: HeadNorm | None
-    norm_before_attention: Tensor
-    norm_before_feed_forward: Tensor
-    norm_after_attention: Tensor | None
-    norm_after_feed_forward: Tensor | None
-
-    @property
-    def linears(self) -> list[DeviceLinear]:
-        """Those without experts."""
-        parts = (self.qkv, self.output, self.gate_up, self.down)
-        return [linear for linear in parts if linear is not None]
 
 
 def rotation_tables(spec: ModelSpec, positions: int, device: torch.device) -> list[Tensor]:
@@ -124,7 +94,7 @@ class DeviceDecoder:
         self._head = cast(DenseLinear, parts.head)
         self.dtype = self._embedding.dtype
         self._norm = parts.norm.weight.to(device)
-        self._layers = [_device_layer(layer, spec, device, self.dtype) for layer in parts.layers]
+        self._layers = [device_layer(layer, spec, device, self.dtype) for layer in parts.layers]
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
         self._expert_buffers: ExpertBuffers | None = None
         if mixtures:
@@ -173,8 +143,9 @@ class DeviceDecoder:
         if sizes:
             self._dense = room(1, max(sizes))[0]
 
-    def warm_up(self, sizes: Iterable[int]) -> None:
+    def warm_up(self, sizes: Iterable[int], adapters_of: Callable[[int], AddAdapters] | None = None) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
+        `adapters_of`: those of a step of some tokens, where there may be any.
 
         cuBLAS has a kernel for every few sizes, and loading one waits for the device.
         """
@@ -191,11 +162,20 @@ class DeviceDecoder:
             attended = self._product.view(-1)[: size * width].view(size, width)
             self._narrowed(attended, layer.output, layer.norm_after_attention, False)
             self._fed(self._add(residual, None, norm, gate_up, False), layer, False)
+            if adapters_of is not None:
+                add = partial(adapters_of(size), 0)
+                self._fed(self._add(residual, None, norm, None, False), layer, False, add)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def forward(self, tokens: StepTokens, attention: DeviceAttention, step: StepPlans) -> Tensor:
-        """Hidden states [tokens, hidden] behind the last norm."""
+    def forward(
+        self,
+        tokens: StepTokens,
+        attention: DeviceAttention,
+        step: StepPlans,
+        adapters: AddAdapters | None = None,
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] behind the last norm. `adapters`: of the tokens, where any has one."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
         self._has_drafts = step.has_drafts
         residual = self._residual[:count]
@@ -205,19 +185,24 @@ class DeviceDecoder:
         places = [
             TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
         ]
-        if count == 1 and self._joins_norms:
+        if count == 1 and self._joins_norms and adapters is None:
             return self._forward_one(attention, step, places)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            x = self._add(residual, update, layer.norm_before_attention, layer.qkv, overlapped)
+            add = None if adapters is None else partial(adapters, index)
+            following = (layer.qkv, layer.gate_up) if add is None else (None, None)  # adapters take 16 bits
+            x = self._add(residual, update, layer.norm_before_attention, following[0], overlapped)
             if index in self._taps:
                 self._tap(index, residual)
             product = self._queries(x, layer.qkv, overlapped)
+            if add is not None:
+                add(QKV, cast(Tensor, x), product)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
-            update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped)
-            x = self._add(residual, update, layer.norm_before_feed_forward, layer.gate_up, overlapped)
-            update = self._fed(x, layer, overlapped)
+            more = None if add is None else partial(add, OUTPUT)
+            update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped, more)
+            x = self._add(residual, update, layer.norm_before_feed_forward, following[1], overlapped)
+            update = self._fed(x, layer, overlapped, add)
         self._add(residual, update, self._norm, self._head, overlapped)
         if len(self._layers) in self._taps:
             self._tap(len(self._layers), residual)
@@ -311,33 +296,50 @@ class DeviceDecoder:
         return len(x) <= most and self.dtype != torch.float32
 
     def _queries(self, x: Tensor | ScaledRows, linear: DeviceLinear, overlapped: bool) -> Tensor:
+        return self._whole(x, linear, self._product, overlapped)
+
+    def _whole(self, x: Tensor | ScaledRows, linear: DeviceLinear, into: Tensor, overlapped: bool) -> Tensor:
+        """A product as it is."""
         if isinstance(linear, ScaledLinear):
-            return self._scaled_times(self._quantized(x, overlapped), linear, self._product, overlapped)
+            return self._scaled_times(self._quantized(x, overlapped), linear, into, overlapped)
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
         if isinstance(linear, GroupedLinear):
             if len(x) <= MAX_ROWS:
-                out, cut = self._product[: len(x)], linear.tuning(len(x), linear.weight.shape[0])
+                out, cut = into[: len(x)], linear.tuning(len(x), linear.weight.shape[0])
                 linear.product(out, x, tuning=cut, overlapped=overlapped)
                 return out if linear.bias is None else out.add_(linear.bias)
             linear = self._unpacked(linear)
         if self._has_few_rows(x) and linear.bias is None:
             tuning = wide_tuning(len(x), *linear.weight.shape) or self._small_tuning(linear.weight)
         if tuning is None:
-            return self._times(x, linear, self._product)
-        out = self._product[: len(x)]
+            return self._times(x, linear, into)
+        out = into[: len(x)]
         skinny_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped)
         return out
 
     def _narrowed(
-        self, x: Tensor | ScaledRows, linear: DeviceLinear, norm: Tensor | None, overlapped: bool
+        self,
+        x: Tensor | ScaledRows,
+        linear: DeviceLinear,
+        norm: Tensor | None,
+        overlapped: bool,
+        add: AddToProduct | None = None,
     ) -> Tensor | None:
-        """A product back to the model's width, for the next norm to add to the residual.
+        """A product back to the model's width, for the next norm to add to the residual."""
+        update = self._narrow_product(x, linear, linear.bias is None and norm is None, overlapped)
+        if add is not None:
+            into = self._residual[: len(x)] if update is None else update
+            add(cast(Tensor, x), into if into.dim() == 2 else into[0])
+        if update is not None and norm is not None:
+            residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
+        return update
 
-        Few rows leave it in parts for that norm to sum. Where nothing stands between product and residual, the
-        product adds itself and nothing is left to add: the norm then moves half as much.
-        """
-        is_bare = linear.bias is None and norm is None
+    def _narrow_product(
+        self, x: Tensor | ScaledRows, linear: DeviceLinear, is_bare: bool, overlapped: bool
+    ) -> Tensor | None:
+        """Few rows are left in parts for the next norm to sum. Where nothing stands between product and residual
+        (`is_bare`), the product adds itself and nothing is left to add: the norm then moves half as much."""
         if isinstance(linear, ScaledLinear):
             x = self._quantized(x, overlapped)
             if is_bare and len(x) <= MAX_ROWS:
@@ -345,8 +347,7 @@ class DeviceDecoder:
                 parts = self._parts_for(tuning, x, linear.weight.q.shape[0])
                 scaled_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
                 return parts
-            update = self._scaled_times(x, linear, self._update, overlapped)
-            return self._normed_update(update, norm, overlapped)
+            return self._scaled_times(x, linear, self._update, overlapped)
         assert isinstance(x, Tensor)
         if isinstance(linear, GroupedLinear):
             if is_bare and len(x) <= MAX_ROWS:
@@ -365,7 +366,7 @@ class DeviceDecoder:
             residual = self._residual[: len(x)]
             torch.addmm(residual, x, linear.weight.T, out=residual)
             return None
-        return self._normed_update(self._times(x, linear, self._update), norm, overlapped)
+        return self._times(x, linear, self._update)
 
     def _parts_for(self, tuning: ProductTuning, x: Tensor | ScaledRows, columns: int) -> Tensor:
         """float32 [parts, rows, columns]; a single part, which is complete, as [rows, columns] in the model's type."""
@@ -374,23 +375,32 @@ class DeviceDecoder:
         shape = (tuning.parts, len(x), columns)
         return self._parts[: math.prod(shape)].view(shape)
 
-    def _normed_update(self, update: Tensor, norm: Tensor | None, overlapped: bool) -> Tensor:
-        if norm is not None:
-            residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
-        return update
-
-    def _fed(self, x: Tensor | ScaledRows, layer: DeviceLayer, overlapped: bool) -> Tensor | None:
+    def _fed(
+        self,
+        x: Tensor | ScaledRows,
+        layer: DeviceLayer,
+        overlapped: bool,
+        add: AddToLayer | None = None,
+    ) -> Tensor | None:
         norm = layer.norm_after_feed_forward
         if layer.experts is not None:
             assert isinstance(x, Tensor)
             return self._chosen_experts(x, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
-        if isinstance(layer.gate_up, ScaledLinear):
+        inner: Tensor | ScaledRows
+        if add is not None:  # between the product and its gate
+            wide = self._whole(x, layer.gate_up, self._wide, overlapped)
+            add(GATE_UP, cast(Tensor, x), wide)
+            inner = self._narrow[: len(x)]
+            gated_activation(inner, wide, activation=self._activation, overlapped=overlapped)
+        elif isinstance(layer.gate_up, ScaledLinear):
             inner = self._scaled_gate(self._quantized(x, overlapped), layer.gate_up, layer.down, overlapped)
         else:
             assert isinstance(x, Tensor)
             inner = self._gate(x, layer.gate_up, overlapped)
-        return self._narrowed(inner, layer.down, norm, overlapped)
+        return self._narrowed(
+            inner, layer.down, norm, overlapped, None if add is None else partial(add, DOWN)
+        )
 
     def _scaled_gate(
         self, x: ScaledRows, gate_up: ScaledLinear, down: DeviceLinear, overlapped: bool
@@ -517,56 +527,3 @@ def _router_logits(x: Tensor, router: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, router.T, out_dtype=torch.float32)
     return torch.mm(x, router.T)
-
-
-def _device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceLayer:
-    def norm(part: RMSNorm | None) -> Tensor | None:
-        return None if part is None else part.weight.to(device)
-
-    head_norm = None
-    if layer.attention.head_norm is not None:
-        weight = layer.attention.head_norm.weight.to(device)
-        head_norm = HeadNorm(
-            query_weight=weight[0].contiguous(), key_weight=weight[-1].contiguous(), epsilon=spec.norm_eps
-        )
-    fed = layer.feed_forward
-    dense = fed if isinstance(fed, FeedForward) else None
-    return DeviceLayer(
-        qkv=cast(DeviceLinear, layer.attention.qkv),
-        output=cast(DeviceLinear, layer.attention.output),
-        gate_up=cast(DeviceLinear, dense.gate_up) if dense is not None else None,
-        down=cast(DeviceLinear, dense.down) if dense is not None else None,
-        experts=_stacked(fed, spec, device, dtype) if isinstance(fed, Experts) else None,
-        head_norm=head_norm,
-        norm_before_attention=layer.norm_before_attention.weight.to(device),
-        norm_before_feed_forward=layer.norm_before_feed_forward.weight.to(device),
-        norm_after_attention=norm(layer.norm_after_attention),
-        norm_after_feed_forward=norm(layer.norm_after_feed_forward),
-    )
-
-
-def _stack(linears: Sequence[DeviceLinear]) -> tuple[Tensor, Tensor | None]:
-    """Matrices as one tensor, and their scales where they have eight bits."""
-    scaled = [linear.weight for linear in linears if isinstance(linear, ScaledLinear)]
-    if not scaled:
-        return torch.stack([cast(DenseLinear, linear).weight for linear in linears]), None
-    assert len(scaled) == len(linears)
-    stacked = torch.stack(
-        [weight.q.view(torch.uint8) for weight in scaled]
-    )  # torch stacks no e4m3 everywhere
-    return stacked.view(scaled[0].q.dtype), torch.stack([weight.scale for weight in scaled])
-
-
-def _stacked(experts: Experts, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceExperts:
-    """All experts of a layer as one tensor of each kind; the router is built on the host in float32."""
-    assert spec.experts is not None
-    gate_up, gate_up_scale = _stack([cast(DeviceLinear, expert.gate_up) for expert in experts.experts])
-    down, down_scale = _stack([cast(DeviceLinear, expert.down) for expert in experts.experts])
-    router = cast(DenseLinear, experts.router).weight.to(device, dtype)
-    experts.experts.clear()  # what was stacked need not be there twice
-    return DeviceExperts(
-        router=router,
-        weights=ExpertWeights(gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
-        per_token=spec.experts.per_token,
-        normalize=spec.experts.normalize,
-    )

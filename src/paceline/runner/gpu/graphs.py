@@ -39,6 +39,7 @@ class DecodeKind(NamedTuple):
     with_rules: bool = False  # some rows have logit rules
     shared: bool = False  # beginnings that several rows share are computed once for each group
     undrawn: bool = False  # it ends with the logits, and a graph of its own draws
+    adapted: bool = False  # some rows have adapters
 
 
 KINDS = (
@@ -48,6 +49,8 @@ KINDS = (
     DecodeKind(undrawn=True),
     DecodeKind(shared=True, undrawn=True),
 )
+# Rows with rules beside rows with adapters are drawn apart: fewer graphs.
+ADAPTED_KINDS = tuple(kind._replace(adapted=True) for kind in KINDS if not kind.with_rules)
 
 
 class DecodeKey(NamedTuple):
@@ -74,6 +77,7 @@ class DraftKey(NamedTuple):
     tokens: int
     slots: int
     undrawn: bool  # it ends with the logits, and a graph of its own draws: rows have rules, or guides
+    adapted: bool = False  # rows have adapters
 
 
 class DraftDrawKey(NamedTuple):
@@ -90,9 +94,17 @@ class MixedKey(NamedTuple):
 
     tokens: int
     slots: int
+    adapted: bool = False  # rows have adapters
 
 
 Key = DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
+
+
+def is_adapted(key: Key) -> bool:
+    """Whether it is a step with adapters, whose products are others."""
+    if isinstance(key, DecodeKey):
+        return key.kind.adapted
+    return isinstance(key, DraftKey | MixedKey) and key.adapted
 
 
 def slot_buckets(max_slots: int) -> list[int]:
@@ -106,34 +118,37 @@ def slot_bucket(num_rows: int, max_slots: int) -> int:
     return buckets[bisect_left(buckets, num_rows)]
 
 
-def decode_kinds(can_share: bool) -> list[DecodeKind]:
-    """Those a model has."""
-    return [kind for kind in KINDS if can_share or not kind.shared]
+def decode_kinds(can_share: bool, *, adapted: bool) -> list[DecodeKind]:
+    """Those a model has; `adapted`: also those of steps with adapters."""
+    kinds = KINDS + ADAPTED_KINDS if adapted else KINDS
+    return [kind for kind in kinds if can_share or not kind.shared]
 
 
-def decode_keys(max_slots: int, *, can_share: bool) -> list[DecodeKey]:
-    return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in decode_kinds(can_share)]
+def decode_keys(max_slots: int, *, can_share: bool, adapted: bool = False) -> list[DecodeKey]:
+    kinds = decode_kinds(can_share, adapted=adapted)
+    return [DecodeKey(slots, kind) for slots in slot_buckets(max_slots) for kind in kinds]
 
 
 def draw_keys(max_slots: int) -> list[DrawKey]:
     return [DrawKey(slots, *draw) for slots in slot_buckets(max_slots) for draw in DRAWS]
 
 
-def mixed_keys(max_slots: int, max_tokens: int) -> list[MixedKey]:
+def mixed_keys(max_slots: int, max_tokens: int, *, adapted: bool = False) -> list[MixedKey]:
     pairs = set()
     for bucket in (bucket for bucket in TOKEN_BUCKETS if bucket <= max_tokens):
         few = (FEW_SLOTS,) if bucket < LONG_STEP else ()
-        pairs |= {MixedKey(bucket, min(bucket, most, max_slots)) for most in (*few, MANY_SLOTS, max_slots)}
+        mosts = {min(bucket, most, max_slots) for most in (*few, MANY_SLOTS, max_slots)}
+        pairs |= {MixedKey(bucket, most, adapted) for most in mosts}
     return sorted(pairs)
 
 
-def draft_keys(max_slots: int, max_tokens: int, *, undrawn: bool) -> list[DraftKey]:
+def draft_keys(max_slots: int, max_tokens: int, *, undrawn: bool, adapted: bool = False) -> list[DraftKey]:
     """Rows that have many drafts are fewer: where it is drawn at once there is a graph with fewer slots too."""
     found = set()
     for bucket in (bucket for bucket in DRAFT_BUCKETS if bucket <= max_tokens):
-        found.add(DraftKey(bucket, min(bucket, max_slots), undrawn))
+        found.add(DraftKey(bucket, min(bucket, max_slots), undrawn, adapted))
         if not undrawn:
-            found.add(DraftKey(bucket, min(max(1, bucket // 4), max_slots), False))
+            found.add(DraftKey(bucket, min(max(1, bucket // 4), max_slots), False, adapted))
     return sorted(found)
 
 
@@ -158,7 +173,7 @@ class StepGraphs:
 
     def capture(self, steps: Mapping[Key, Callable[[], object]], stream: torch.cuda.Stream) -> None:
         """Capture each of `steps` in `stream`; one of each size is run before, outside of a graph."""
-        by_size = {(type(key), key[0]): step for key, step in steps.items()}
+        by_size = {(type(key), key[0], is_adapted(key)): step for key, step in steps.items()}
         for step in by_size.values():
             step()  # loads the products of its size: that must not happen inside a capture
         torch.cuda.synchronize()

@@ -35,7 +35,7 @@ class DeviceBatch:
 
     decode: I64
     spans: I64  # rows
-    start: I64  # position of each span's first token
+    start: I64  # place of each span's first token in its row's tables
     count: I64
     finishing: I64  # numbers of the spans that end with a token drawn
     generation: I32  # of all rows, decoding ones first
@@ -64,6 +64,7 @@ class HostRows:
         # As of the last step submitted, if no row stopped.
         self.num_tokens: I64 = np.zeros(num_rows, np.int64)
         self.computed: I64 = np.zeros(num_rows, np.int64)  # of known tokens
+        self.dropped: I64 = np.zeros(num_rows, np.int64)  # tokens that tables have no entries for
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
@@ -81,13 +82,18 @@ class HostRows:
         if len(joins.row):
             self._join(joins)
             self._copy_tokens(plan)
+        if len(plan.drops.row):
+            at = plan.drops.row.astype(np.int64)
+            self.dropped[at] = plan.drops.num_tokens
+            self.memory.put("dropped", at, plan.drops.num_tokens)
         for columns, blocks in (
             (plan.new_blocks, plan.new_blocks.block),
             (plan.block_copies, plan.block_copies.target),
         ):
             if len(columns.row):
                 self._set_blocks(columns.row, columns.group, columns.index, blocks)
-        if len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed):
+        others = len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed)
+        if others or len(plan.drops.row):  # a row that drops blocks has them in common with no other
             self.decoding[plan.leaves] = False
             self.decoding[joins.row] = False
             self.decoding[change.removed] = False
@@ -107,7 +113,7 @@ class HostRows:
         return DeviceBatch(
             decode=self.decode,
             spans=spans,
-            start=start,
+            start=start - self.dropped[spans],
             count=count,
             finishing=finishing,
             generation=self.generation[rows],
@@ -162,6 +168,8 @@ class HostRows:
         memory.put("length", at, joins.num_tokens)
         memory.put("max_length", at, joins.limit)
         memory.put("active", at, np.ones(len(at), np.int32))
+        self.dropped[at] = 0
+        memory.put("dropped", at, np.zeros(len(at), np.int32))
         for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = -2 if wanted is None else wanted
@@ -209,7 +217,7 @@ class HostRows:
             return []
         table = self.memory["table0"].host
         # Whole blocks that a row has computed: what follows is its own.
-        whole = (self.num_tokens[rows] - 1) // BLOCK_SIZE
+        whole = (self.num_tokens[rows] - self.dropped[rows] - 1) // BLOCK_SIZE
         blocks, which, counts = np.unique(table[rows, 0], return_inverse=True, return_counts=True)
         may_share = (whole * BLOCK_SIZE >= SHORTEST_SHARED) & ((counts > 1) & (blocks != 0))[which]
         rows, whole = rows[may_share], whole[may_share]

@@ -8,7 +8,7 @@ read, so nothing is wiped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from paceline.config.engine import KVConfig
 from paceline.core.plan import EMPTY, BlockCopies, Swaps
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
+from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 
 
@@ -74,17 +75,45 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
     return pinned.to(where.device, non_blocking=True)
 
 
-# Blocks that are swapped out: pinned host memory, and a separate stream in which they come and go.
+# Blocks on the host: pinned memory, and two streams, in which they go and come back.
 #
-# Steps go on beside the copies. A swap begins when everything queued before it is done, so what it reads has been
-# written; its ticket is reported when its last byte has arrived, and until then the scheduler gives neither its
-# blocks nor its places away. In host memory a block's layers lie behind one another: they are gathered on the
-# device, and places that lie behind one another are one copy.
+# Steps go on beside the copies, and those of one direction beside those of the other. A copy begins when everything
+# queued before it is done, so what it reads has been written; its ticket is reported when its last byte has arrived,
+# and until then the scheduler gives neither its blocks nor its places away. In host memory a block's layers lie behind
+# one another: they are gathered on the device, and places that lie behind one another are one copy.
 
 
 # Copied in one piece: long enough for the bus to be busy, short enough for a step's tokens, which leave by the same
 # way, not to be held up for long.
 STAGED_BYTES = 16 << 20
+FIRST_PLACES = 256  # pinned before an engine serves, and copied to see how long that takes
+
+
+class Lane:
+    """Copies in one direction: their stream, the memory on the device they go through, and those under way."""
+
+    def __init__(self, blocks: Sequence[Tensor], num_places: int, steps: DeviceQueue) -> None:
+        self.queue = DeviceQueue(steps.device)
+        self.staged = [
+            torch.empty(
+                (_at_once(group, num_places), *group.shape[1:]), dtype=group.dtype, device=steps.device
+            )
+            for group in blocks
+        ]
+        self.under_way: deque[tuple[NDArray[np.int32], Mark]] = deque()
+
+    def completed(self, *, wait: bool) -> list[NDArray[np.int32]]:
+        """Tickets of the copies that are done, in their order; with `wait` at least those of one."""
+        done: list[NDArray[np.int32]] = []
+        while self.under_way:
+            tickets, mark = self.under_way[0]
+            if wait and not done:
+                mark.wait()
+            elif not mark.is_reached():
+                break
+            done.append(tickets)
+            self.under_way.popleft()
+        return done
 
 
 class SwapPool:
@@ -92,89 +121,103 @@ class SwapPool:
 
     def __init__(self, blocks: Sequence[Tensor], num_places: int, steps: DeviceQueue) -> None:
         """`blocks`: per group [blocks, parts of a block ...]. Nothing is taken where there are no places."""
-        self._steps, self._copies = steps, DeviceQueue(steps.device)
+        self._steps = steps
         self._blocks = list(blocks) if num_places else []
-        self._places = [
-            torch.empty((num_places, *group.shape[1:]), dtype=group.dtype, pin_memory=steps.is_gpu)
-            for group in self._blocks
-        ]
-        self._staged = [
-            torch.empty(
-                (_at_once(group, num_places), *group.shape[1:]), dtype=group.dtype, device=steps.device
-            )
-            for group in self._blocks
-        ]
-        self._under_way: deque[tuple[NDArray[np.int32], Mark]] = deque()
+        self.places = HostPlaces(self._blocks, num_places, pin=steps.is_gpu)
+        self.places.pin(FIRST_PLACES)
+        self._out, self._back = (Lane(self._blocks, num_places, steps) for _ in range(2))
+        self._failed: list[NDArray[np.int32]] = []
 
     def swap(self, out: Swaps, back: Swaps) -> None:
-        """Queue the swaps of a plan."""
-        for swaps, move in ((out, self._move_out), (back, self._move_back)):
+        """Queue the swaps of a plan. Those whose places are not pinned yet fail."""
+        if len(out.ticket):
+            out = self._pinned(out)
+        for swaps, lane, move in ((out, self._out, self._move_out), (back, self._back, self._move_back)):
             if not len(swaps.ticket):
                 continue
-            self._copies.follow(self._steps)
-            with self._copies.entered():
+            lane.queue.follow(self._steps)
+            with lane.queue.entered():
                 for group in np.unique(swaps.group).tolist():
                     mine = swaps.group == group
                     move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
-            self._under_way.append((np.unique(swaps.ticket), self._copies.mark()))
+            lane.under_way.append((np.unique(swaps.ticket), lane.queue.mark()))
+
+    def _pinned(self, out: Swaps) -> Swaps:
+        """Those of the swaps of whose tickets all places are pinned."""
+        late = np.unique(out.ticket[out.place >= self.places.num_pinned])
+        if not len(late):
+            return out
+        self._failed.append(late)
+        kept = ~np.isin(out.ticket, late)
+        return Swaps(
+            ticket=out.ticket[kept], group=out.group[kept], block=out.block[kept], place=out.place[kept]
+        )
 
     def completed(self, *, wait: bool) -> NDArray[np.int32]:
-        """Tickets of the swaps that are done; with `wait` at least one of them, if any is under way."""
-        done: list[NDArray[np.int32]] = []
-        while self._under_way:
-            tickets, mark = self._under_way[0]
-            if wait and not done:
-                mark.wait()
-            elif not mark.is_reached():
-                break
-            done.append(tickets)
-            self._under_way.popleft()
+        """Tickets of the swaps that are done; with `wait` at least one of them, if any is under way: one that comes
+        back, for which a row waits, before one that goes."""
+        done = self._back.completed(wait=wait)
+        done += self._out.completed(wait=wait and not done)
         return np.concatenate(done) if done else EMPTY
+
+    def take_failed(self) -> NDArray[np.int32]:
+        """Tickets of the swaps that will not be done, once."""
+        failed, self._failed = self._failed, []
+        return np.concatenate(failed) if failed else EMPTY
 
     def forget(self) -> None:
         """The device has been drained; swaps that were under way are dropped."""
-        self._under_way.clear()
+        for lane in (self._out, self._back):
+            lane.under_way.clear()
+        self._failed.clear()
 
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks of the first group out and back and wait for it; only while they are not in use."""
         blocks, places = list(range(1, count + 1)), list(range(count))
-        self._copies.follow(self._steps)
-        with self._copies.entered():
-            self._move_out(0, blocks, places)
-            self._move_back(0, blocks, places)
-        self._copies.mark().wait()
+        for lane, after, move in (
+            (self._out, self._steps, self._move_out),
+            (self._back, self._out.queue, self._move_back),
+        ):
+            lane.queue.follow(after)
+            with lane.queue.entered():
+                move(0, blocks, places)
+        self._back.queue.mark().wait()
 
     def _move_out(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._staged[group], self._places[group]
-        for start in range(0, len(blocks), len(staged)):
-            taken = blocks[start : start + len(staged)]
+        staged, host = self._out.staged[group], self.places.tensors[group]
+        for start, taken in _pieces(on_device(blocks, staged), len(staged)):
             part = staged[: len(taken)]
-            torch.index_select(self._blocks[group], 0, on_device(taken, staged), out=part)
-            for first, place, count in _runs(places[start : start + len(staged)]):
+            torch.index_select(self._blocks[group], 0, taken, out=part)
+            for first, place, count in self._runs(places[start : start + len(staged)]):
                 host[place : place + count].copy_(part[first : first + count], non_blocking=True)
 
     def _move_back(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._staged[group], self._places[group]
-        for start in range(0, len(blocks), len(staged)):
-            given = blocks[start : start + len(staged)]
+        staged, host = self._back.staged[group], self.places.tensors[group]
+        for start, given in _pieces(on_device(blocks, staged), len(staged)):
             part = staged[: len(given)]
-            for first, place, count in _runs(places[start : start + len(staged)]):
+            for first, place, count in self._runs(places[start : start + len(staged)]):
                 part[first : first + count].copy_(host[place : place + count], non_blocking=True)
-            self._blocks[group].index_copy_(0, on_device(given, staged), part)
+            self._blocks[group].index_copy_(0, given, part)
+
+    def _runs(self, places: list[int]) -> list[tuple[int, int, int]]:
+        """Places that lie behind one another and were pinned together, as (index of the first, its place, how many):
+        each is one copy."""
+        found: list[tuple[int, int, int]] = []
+        for index, place in enumerate(places):
+            if found and place == found[-1][1] + found[-1][2] and place % self.places.piece:
+                start, first, count = found[-1]
+                found[-1] = (start, first, count + 1)
+            else:
+                found.append((index, place, 1))
+        return found
+
+
+def _pieces(numbers: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    """Parts of at most `length` numbers, each with the index of its first."""
+    for start in range(0, len(numbers), length):
+        yield start, numbers[start : start + length]
 
 
 def _at_once(group: Tensor, num_places: int) -> int:
     """Blocks of a group that are copied in one piece."""
     return max(1, min(num_places, STAGED_BYTES // (group[0].numel() * group.itemsize)))
-
-
-def _runs(places: list[int]) -> list[tuple[int, int, int]]:
-    """Places that lie behind one another, as (index of the first, its place, how many): each is one copy."""
-    found: list[tuple[int, int, int]] = []
-    for index, place in enumerate(places):
-        if found and place == found[-1][1] + found[-1][2]:
-            start, first, count = found[-1]
-            found[-1] = (start, first, count + 1)
-        else:
-            found.append((index, place, 1))
-    return found

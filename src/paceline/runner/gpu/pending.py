@@ -40,7 +40,9 @@ class GPUPending:
     seq: int
     batch: DeviceBatch
     ring: NDArray[np.int32]
-    swapped: Callable[[], NDArray[np.int32]]  # when the step is done: tickets of swaps that are done too
+    swapped: Callable[
+        [], tuple[I32, I32]
+    ]  # when the step is done: tickets of swaps that are done, or failed, too
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
@@ -79,6 +81,7 @@ class GPUPending:
             self.failed.update(rows[~finite].tolist())
         if self.took is not None:
             self.took(rows, count)
+        copied, lost = self.swapped()
         return StepResult(
             seq=self.seq,
             rows=rows,
@@ -87,7 +90,8 @@ class GPUPending:
             count=count,
             finished=finished,
             finite=finite,
-            copies_done=self.swapped(),
+            copies_done=copied,
+            copies_failed=lost,
             logprobs=logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             guided=self._guided(),
@@ -116,7 +120,7 @@ class DraftedPending:
     ring: I32
     max_slots: int
     failed: set[int]
-    swapped: Callable[[], I32]
+    swapped: Callable[[], tuple[I32, I32]]
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, GuideWork | None]]
     took: Callable[[I32, I32], None]
@@ -143,6 +147,7 @@ class DraftedPending:
         if guided is not None:  # their drafts were certain, not predicted
             guided = guided._replace(forced=int(np.maximum(number - 1, 0)[self.is_guided].sum()))
             predicted = np.where(self.is_guided, 0, predicted)
+        copied, lost = self.swapped()
         return StepResult(
             seq=self.seq,
             rows=rows,
@@ -151,7 +156,8 @@ class DraftedPending:
             count=number,
             finished=CODES[known],
             finite=known != NOT_FINITE,
-            copies_done=self.swapped(),
+            copies_done=copied,
+            copies_failed=lost,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             verified=verified if self.width else EMPTY,
             predicted=predicted if predicted.any() else EMPTY,

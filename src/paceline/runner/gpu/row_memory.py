@@ -22,6 +22,7 @@ from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, writ
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+NO_PLACE = -1  # of the adapter of a row that has none
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
 _PREDICTIONS = 64  # rows that can have one at a time
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
@@ -57,6 +58,7 @@ class RowMemory:
             "length": (rows, 1),
             "max_length": (rows, 1),
             "active": (rows, 1),
+            "dropped": (rows, 1),
             "stop_ids": (rows, MAX_STOP_IDS),
             "top_k": (rows, 1),
             "top_p": (rows, 2),
@@ -64,6 +66,7 @@ class RowMemory:
             "place": (rows, 1),
             "num_prompt": (rows, 1),
             "logprobs": (rows, 1),
+            "adapter": (rows, 1),
             "slot_rows": (self.max_slots, 1),
             "shared": (rows, 1),
             "shared_row": (MAX_GROUPS, 1),
@@ -102,10 +105,12 @@ class RowMemory:
             length=self.column("length"),
             max_length=self.column("max_length"),
             active=self.column("active"),
+            dropped=self.column("dropped"),
             stop_ids=self["stop_ids"].device,
             tokens=self["tokens"].device,
         )
         self._sections["place"].device.fill_(-1)  # no row has rules
+        self._sections["adapter"].device.fill_(NO_PLACE)
         self.tables = [self[name].device for name in tables]
 
     def __getitem__(self, name: str) -> Section:

@@ -28,6 +28,7 @@ from paceline.core.plan import (
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
@@ -52,6 +53,7 @@ from paceline.runner.gpu.graphs import (
     mixed_keys,
     slot_bucket,
 )
+from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
@@ -82,6 +84,7 @@ class GPURunner:
         graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
         head: HeadFiles | None = None,  # makes drafts
+        adapter_room: AdapterRoom | None = None,  # None: rows have no adapters
     ) -> None:
         self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
@@ -114,7 +117,12 @@ class GPURunner:
             dtype=self._decoder.dtype,
             most_queries=1 if drafts is None else queries_of(drafts.width),
         )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, device, max_draws)
+        self.adapters: DeviceAdapters | None = None
+        if adapter_room is not None:
+            self.adapters = DeviceAdapters(
+                adapter_room, spec, memory, self._queue, max_tokens, self._decoder.dtype
+            )
+        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, self._queue, max_draws)
         self._drafts: DeviceDrafts | None = None
         self._head: DeviceHead | None = None
         if drafts is not None:
@@ -131,9 +139,7 @@ class GPURunner:
         )
         self._graphs = StepGraphs()
         self._drafted = None if self._drafts is None else self._drafted_steps(self._drafts, max_drafted)
-        self._mixed = (
-            mixed_keys(max_slots, config.scheduler.max_num_batched_tokens) if self._queue.is_gpu else []
-        )
+        self._mixed = {adapted: self._mixed_keys(adapted=adapted) for adapted in (False, True)}
         self._prepare(graphs)
 
     def _drafted_steps(self, drafts: DeviceDrafts, max_tokens: int) -> DraftedSteps:
@@ -146,8 +152,15 @@ class GPURunner:
             tokens=self._tokens,
             visible=self._visible,
             graphs=self._graphs,
+            adapters=self.adapters,
         )
         return DraftedSteps(parts, drafts, self._head, max_tokens)
+
+    def _mixed_keys(self, *, adapted: bool) -> list[MixedKey]:
+        """The steps with prompts that are replayed, of rows with adapters or without."""
+        if not self._queue.is_gpu or (adapted and self.adapters is None):
+            return []
+        return mixed_keys(self.max_slots, self._config.scheduler.max_num_batched_tokens, adapted=adapted)
 
     def _prepare(self, graphs: bool) -> None:
         """Run every kind of step, and capture them."""
@@ -165,14 +178,15 @@ class GPURunner:
     def _steps(self) -> dict[Key, Callable[[], object]]:
         """Every step that is captured."""
         steps: dict[Key, Callable[[], object]] = {}
-        for decode in decode_keys(self.max_slots, can_share=self._rows.can_share):
+        adapted = self.adapters is not None
+        for decode in decode_keys(self.max_slots, can_share=self._rows.can_share, adapted=adapted):
             steps[decode] = partial(self._decode_step, decode)
         for draw in draw_keys(self.max_slots):
             steps[draw] = partial(self._draw_step, draw)
         if self._drafted is not None:
             steps |= self._drafted.steps()
-        for mixed in self._mixed:
-            steps[mixed] = partial(self._forward, self._mixed_shape(mixed))
+        for mixed in self._mixed[False] + self._mixed[True]:
+            steps[mixed] = partial(self._forward, self._mixed_shape(mixed), mixed.adapted)
         return steps
 
     def _warm_up(self) -> None:
@@ -182,7 +196,7 @@ class GPURunner:
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
             sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
-            self._decoder.warm_up(sizes)
+            self._decoder.warm_up(sizes, None if self.adapters is None else self.adapters.of_none)
             if self._head is not None:
                 self._head.warm_up(sizes)
         for slots in {
@@ -190,7 +204,7 @@ class GPURunner:
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
             memory.max_slots,
         }:
-            for kind in decode_kinds(self._rows.can_share):
+            for kind in decode_kinds(self._rows.can_share, adapted=self.adapters is not None):
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules, guided in DRAWS:
                 self._draw_step(DrawKey(slots, with_rules, guided))
@@ -207,7 +221,10 @@ class GPURunner:
                     self._run(self._rows.dummy_batch(number, count, num_decode=rows))
         for number, count in few + many if self._queue.is_gpu else few[:4]:
             if number * count <= largest and number <= memory.max_slots:
-                self._run(self._rows.dummy_batch(number, count))
+                batch = self._rows.dummy_batch(number, count)
+                self._run(batch)
+                if self.adapters is not None:
+                    self._mixed_step(batch, adapted=True)
 
     # -- how long steps take -----------------------------------------------------------------------------------
 
@@ -244,6 +261,11 @@ class GPURunner:
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
         self._swap_pool.copy_out_and_back(count)
+
+    @property
+    def host_places(self) -> HostPlaces:
+        """Where blocks lie that left the device."""
+        return self._swap_pool.places
 
     def _seconds(self, work: Callable[[], object]) -> float:
         def timed(times: int) -> float:
@@ -283,7 +305,7 @@ class GPURunner:
             batch = self._rows.batch(plan)
             drafted = None if self._drafted is None else self._drafted.key(plan, batch)
             if self._drafted is not None and drafted is not None:
-                swapped = partial(self._swap_pool.completed, wait=False)
+                swapped = partial(self._swapped, wait=False)
                 return self._drafted.submit(plan, batch, drafted, started_s=started_s, swapped=swapped)
             ring = self._ring[plan.seq % len(self._ring)]
             asked = self._sampler.logprobs.asked(batch, self._rows.num_tokens)
@@ -293,7 +315,7 @@ class GPURunner:
                 batch=batch,
                 ring=ring.numpy(),
                 # A step without tokens has nothing to do but to wait for a swap.
-                swapped=partial(self._swap_pool.completed, wait=not batch.num_tokens),
+                swapped=partial(self._swapped, wait=not batch.num_tokens),
                 started_s=started_s,
                 draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
@@ -305,6 +327,11 @@ class GPURunner:
             else:
                 pending.computed = Mark.timed(self._queue.device)
             return pending
+
+    def _swapped(self, *, wait: bool) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Tickets that are done, and those that failed, of which an empty step need not wait for others."""
+        failed = self._swap_pool.take_failed()
+        return self._swap_pool.completed(wait=wait and not len(failed)), failed
 
     def _draw_late(
         self,
@@ -359,6 +386,8 @@ class GPURunner:
         sampler.write_columns(joins)
         if self._drafts is not None:
             self._drafts.join(joins)
+        if self.adapters is not None:
+            self.adapters.join(joins)
         rows.memory.send()
         if self._head is not None:
             self._head.fork(plan.row_copies)
@@ -382,15 +411,17 @@ class GPURunner:
         on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
         with_rules = bool(sampler.has_logit_rules[sampled].any())
         is_guided = sampler.any_guided(batch)
+        adapted = self.adapters is not None and self.adapters.are_in(batch)
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
             slots = slot_bucket(len(batch.decode), self.max_slots)
-            return self._decode(DrawKey(slots, with_rules, is_guided), sampled, is_asked)
+            kind = DecodeKind(with_rules=with_rules, shared=bool(rows.sharing), adapted=adapted)
+            return self._decode(DrawKey(slots, with_rules, is_guided), kind, sampled, is_asked)
         # In a bucket too: a product of a size that has not been seen loads its kernel then, and waits for the device.
         num_draws = slot_bucket(len(sampled), self.max_slots) if len(sampled) else 0
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
-        hidden = self._mixed_step(batch)
+        hidden = self._mixed_step(batch, adapted=adapted)
         found: tuple[RowLogprobs, ...] = ()
         if on_host:
             found = reports_of_prompts(rows, batch, hidden, self._decoder)
@@ -416,15 +447,15 @@ class GPURunner:
 
         return draw
 
-    def _decode(self, key: DrawKey, sampled: NDArray[np.int64], is_asked: bool) -> Draw | None:
+    def _decode(
+        self, key: DrawKey, kind: DecodeKind, sampled: NDArray[np.int64], is_asked: bool
+    ) -> Draw | None:
         """A step in which all rows decode: one graph, or one up to the logits and one that draws. The second is needed
-        where masks come late, and where rules change logits that are asked about or that have a shared beginning."""
-        is_shared = bool(self._rows.sharing)
-        if key.guided or (key.with_rules and (is_asked or is_shared)):
-            kind = DecodeKind(shared=is_shared, undrawn=True)
+        where masks come late, where rules change logits that are asked about, and for kinds that have no rules."""
+        if key.guided or (key.with_rules and (is_asked or kind.shared or kind.adapted)):
+            kind = kind._replace(with_rules=False, undrawn=True)
             self._replay_or_run(DecodeKey(key.slots, kind), self._decode_step)
             return partial(self._draw_decoded, key, sampled, is_asked)
-        kind = DecodeKind(with_rules=key.with_rules, shared=is_shared)
         self._replay_or_run(DecodeKey(key.slots, kind), self._decode_step)
         if is_asked:
             self._sampler.report(self._decoder.last_logits(key.slots), self._slot_rows(key.slots))
@@ -470,7 +501,11 @@ class GPURunner:
             groups = SharedGroups(**{name: memory.column(f"shared_{name}") for name in names})
             prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
-        hidden = self._decoder.forward(self._tokens, self._attention, step)
+        adapters = None
+        if kind.adapted:
+            assert self.adapters is not None
+            adapters = self.adapters.of_rows(slot_rows)
+        hidden = self._decoder.forward(self._tokens, self._attention, step, adapters)
         if self._head is not None:
             self._head.follow_decoding(self._tokens, slot_rows, hidden, overlapped=overlapped)
         logits = self._decoder.logits(hidden, None)
@@ -479,10 +514,12 @@ class GPURunner:
         self._sampler.sample(logits, slot_rows, with_rules=kind.with_rules)
         self._sampler.update(slot_rows, with_rules=kind.with_rules)
 
-    def _mixed_step(self, batch: DeviceBatch) -> Tensor:
+    def _mixed_step(self, batch: DeviceBatch, *, adapted: bool) -> Tensor:
         """Hidden states of a step with prompts, in a bucket if there is one that holds it."""
         num_tokens, number = batch.num_tokens, len(batch.spans)
-        key = mixed_key(self._mixed, num_tokens, len(batch.decode)) if number <= MAX_SPANS else None
+        key = None
+        if number <= MAX_SPANS:
+            key = mixed_key(self._mixed[adapted], num_tokens, len(batch.decode))
         if key is None:
             tiles = int((-(-batch.count // self._attention.tile_tokens)).sum())
             longest = int(batch.count.max()) if number else 0
@@ -493,10 +530,10 @@ class GPURunner:
                 num_tiles=tiles,
                 longest_span=longest,
             )
-            return self._forward(shape)[:num_tokens]
+            return self._forward(shape, adapted)[:num_tokens]
         if self._graphs.replay(key):
             return self._decoder.hidden[:num_tokens]
-        return self._forward(self._mixed_shape(key))[:num_tokens]
+        return self._forward(self._mixed_shape(key), adapted)[:num_tokens]
 
     def _rounded(self, num_tokens: int) -> int:
         """The size a step that is not replayed is computed at: one whose products have been seen at the start."""
@@ -515,7 +552,7 @@ class GPURunner:
             longest_span=key.tokens,
         )
 
-    def _forward(self, shape: LaunchShape) -> Tensor:
+    def _forward(self, shape: LaunchShape, adapted: bool) -> Tensor:
         """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
         memory, tokens = self._rows.memory, self._tokens
         slot_rows = self._slot_rows(shape.num_slots)
@@ -531,9 +568,13 @@ class GPURunner:
         if shape.num_spans:
             names = ("row", "first", "count", "position")
             spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
-            span_inputs(tokens, spans, shape.longest_span, memory.columns.tokens, memory.tables)
+            span_inputs(tokens, spans, shape.longest_span, memory.columns, memory.tables)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
-        hidden = self._decoder.forward(tokens, self._attention, step)
+        adapters = None
+        if adapted:
+            assert self.adapters is not None
+            adapters = self.adapters.of_spans(shape.num_tokens, slot_rows, spans, shape.longest_span)
+        hidden = self._decoder.forward(tokens, self._attention, step, adapters)
         if self._head is not None:
             self._head.follow_spans(tokens, slot_rows, spans, shape.longest_span, hidden)
         return hidden

@@ -19,7 +19,7 @@ from paceline.core.guide import Guide, Mask
 from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.guide.matcher import fill_masks
-from paceline.runner.gpu.device_queue import Mark
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.gumbel_sampling import (
     Candidates,
@@ -67,10 +67,12 @@ class DeviceSampler:
         memory: RowMemory,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        device: torch.device,
+        queue: DeviceQueue,
         max_draws: int,
     ) -> None:
+        device = queue.device
         self._memory, self._device, self._vocab_size = memory, device, vocab_size
+        self._queue, self._copies = queue, DeviceQueue(device)
         self._eos = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.host = Sampler(memory.num_rows, vocab_size, eos_token_ids)
         self.is_host: Bool = np.zeros(memory.num_rows + 1, np.bool_)
@@ -81,7 +83,7 @@ class DeviceSampler:
         self.masked = Mark(None)  # behind the masks of that step
         self.logprobs = LogprobReports(memory, vocab_size, device)
         words = (vocab_size + 31) // 32
-        # Filled for a step when the step before is done, and so is its copy to the device.
+        # Filled for a step when the step before is done, and so is its copy to the device, and what read that there.
         self._masks = torch.zeros(
             memory.max_slots, words, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
@@ -275,7 +277,9 @@ class DeviceSampler:
         of_hosts = {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
         self.guided = GuideWork(count + len(of_hosts), time.perf_counter() - started_s)
         if count:
-            self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
+            with self._copies.entered():  # beside the forward pass
+                self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
+            self._queue.follow(self._copies)
         self.masked = Mark.timed(self._device)
         mask_of = np.full(len(self._mask_of), -1, np.int32)
         mask_of[places] = np.arange(count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +16,32 @@ from numpy.typing import NDArray
 from paceline.config.engine import KVConfig
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import copies_at_once
-from paceline.runner.native.layout import SUB_BLOCK
+from paceline.runner.native.layout import SUB_BLOCK, kv_head_bytes
 
 Index = NDArray[np.int64]
-Floats = NDArray[np.float32]
+Pool = NDArray[Any]  # float32, or bytes
 
 
 class KVPool:
     """Keys and values of all layers. Layers of a group share block numbers, not memory."""
 
-    def __init__(self, spec: ModelSpec, config: KVConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: KVConfig, dtype: str = "float32") -> None:
+        """`dtype`: float32, or int8, which is bytes with scales."""
         self.block_size = config.block_size
         self.subs = config.block_size // SUB_BLOCK
         self.windows = spec.group_windows
         self.layer_groups = spec.layer_groups
-        self.sub_bytes = spec.num_kv_heads * 2 * spec.head_dim * SUB_BLOCK * 4
+        self.in_bytes = dtype == "int8"
+        of_head = kv_head_bytes(spec.head_dim, in_bytes=self.in_bytes)
+        self.sub_bytes = spec.num_kv_heads * of_head
         counts = self._num_blocks = [group.num_blocks or config.num_blocks for group in config.groups]
         assert len(counts) == len(self.windows), "the config has one layer group per window of the model"
-        self._shape = (self.subs, spec.num_kv_heads, 2, spec.head_dim * SUB_BLOCK)
+        self._dtype = np.dtype(dtype)
+        self._shape = (self.subs, spec.num_kv_heads, of_head // self._dtype.itemsize)
         self._dim = spec.head_dim
 
-        def pools(counts: list[int]) -> list[tuple[Floats, mmap.mmap]]:
-            return [_zeros((counts[group], *self._shape)) for group in spec.layer_groups]
+        def pools(counts: list[int]) -> list[tuple[Pool, mmap.mmap]]:
+            return [_zeros((counts[group], *self._shape), self._dtype) for group in spec.layer_groups]
 
         made = pools(counts)
         self.layers, self._memory = [pool for pool, _ in made], [memory for _, memory in made]
@@ -52,10 +57,21 @@ class KVPool:
         blocks, places = np.divmod(slots, self.block_size)
         subs, tokens = np.divmod(places, SUB_BLOCK)
         for pool in self._of_group(self.layers, group):
-            keys = pool[:, :, :, 0].reshape(*pool.shape[:3], self._dim, SUB_BLOCK)
-            values = pool[:, :, :, 1].reshape(*pool.shape[:3], SUB_BLOCK, self._dim)
-            keys[blocks, subs, :, :, tokens] = 0.0
-            values[blocks, subs, :, tokens, :] = 0.0
+            for part in self.by_token(pool):
+                part[blocks, subs, tokens] = 0
+
+    def by_token(self, pool: Pool) -> list[Pool]:
+        """Views of a layer with one row for each token: keys, values and of bytes their scales,
+        [block, sub-block, token, head, ...]."""
+        size, quad = self._dim * SUB_BLOCK, 4 if self.in_bytes else 1
+        found = [
+            pool[..., :size].reshape(*pool.shape[:3], -1, SUB_BLOCK, quad).transpose(0, 1, 4, 2, 3, 5),
+            pool[..., size : 2 * size].reshape(*pool.shape[:3], SUB_BLOCK, -1).swapaxes(2, 3),
+        ]
+        if self.in_bytes:
+            scales = pool[..., 2 * size :].reshape(*pool.shape[:3], 2, SUB_BLOCK, 4)
+            found.append(scales.transpose(0, 1, 4, 2, 3, 5))
+        return found
 
     def wipe(self) -> None:
         """Wipe every block on the device. Host places keep what was swapped out.
@@ -66,7 +82,7 @@ class KVPool:
             try:
                 memory.madvise(mmap.MADV_DONTNEED)
             except (OSError, AttributeError):  # not on Linux
-                pool[:] = 0.0
+                pool[:] = 0
 
     def copy_blocks(self, group: int, source: Index, target: Index) -> None:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
@@ -79,23 +95,37 @@ class KVPool:
     def swap_in(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self._host, places, self.layers, blocks)
 
-    def _move(
-        self, group: int, origin: list[Floats], source: Index, goal: list[Floats], target: Index
-    ) -> None:
+    def pack(self, place: int, into: NDArray[np.uint8]) -> None:
+        """A block in a host place, as bytes."""
+        start = 0
+        for pool in self._host:
+            part = pool[place].reshape(-1).view(np.uint8)
+            into[start : start + len(part)] = part
+            start += len(part)
+
+    def unpack(self, place: int, source: NDArray[np.uint8]) -> None:
+        start = 0
+        for pool in self._host:
+            part = pool[place].reshape(-1).view(np.uint8)
+            part[:] = source[start : start + len(part)]
+            start += len(part)
+
+    def _move(self, group: int, origin: list[Pool], source: Index, goal: list[Pool], target: Index) -> None:
         if len(source) and min(source.min(), target.min()) < 0:
             raise IndexError(f"blocks {source.tolist()} to {target.tolist()}: a block below 0")
         for old, new in zip(self._of_group(origin, group), self._of_group(goal, group), strict=True):
             new[target] = old[source]
 
-    def _of_group(self, layers: list[Floats], group: int) -> list[Floats]:
+    def _of_group(self, layers: list[Pool], group: int) -> list[Pool]:
         return [pool for pool, mine in zip(layers, self.layer_groups, strict=True) if mine == group]
 
 
-def _zeros(shape: tuple[int, ...]) -> tuple[Floats, mmap.mmap]:
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Pool, mmap.mmap]:
     """Zeros, and the memory they are in: the system hands out pages when they are first written, so that a cache that
     is not used costs nothing."""
     # A page more than is used: what reads or writes past a layer's blocks does not meet the next one's.
-    memory = mmap.mmap(-1, math.prod(shape) * 4 + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = math.prod(shape) * dtype.itemsize + mmap.PAGESIZE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.float32, math.prod(shape)).reshape(shape), memory
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape), memory

@@ -32,7 +32,9 @@ _QUANTISED = (Q4, Q8)
 EXPECTED_QUANTISED, EXPECTED_DENSE, EXPECTED_MEMORY = 60e9, 16e9, 16e9
 
 
-def objection(source: TensorSource, block_size: int, quantization: str = "auto") -> str:
+def objection(
+    source: TensorSource, block_size: int, quantization: str = "auto", kv_dtype: str = "float32"
+) -> str:
     """Why a model cannot run on the native kernels, in words; empty when it can."""
     spec = source.spec
     if spec.activation not in ACTIVATIONS:
@@ -46,7 +48,7 @@ def objection(source: TensorSource, block_size: int, quantization: str = "auto")
     kinds = {name: kind_of(source.tensor(name), quantization) for name in matrix_names(spec)}
     is_quantised = any(kind in _QUANTISED for kind in kinds.values())
     sizes = {"hidden size": (spec.hidden_size, GROUP if is_quantised else COLUMNS)}
-    sizes["head size"] = (spec.head_dim, GROUP if is_quantised else COLUMNS)
+    sizes["head size"] = (spec.head_dim, GROUP if is_quantised or kv_dtype == "int8" else COLUMNS)
     sizes["intermediate size"] = (spec.intermediate_size, GROUP)
     if spec.experts is not None:
         sizes["experts' intermediate size"] = (spec.experts.intermediate_size, GROUP)

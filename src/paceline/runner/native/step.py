@@ -14,6 +14,7 @@ from paceline.core.counters import CPUWork
 from paceline.core.pulse import Pulse
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.machine_load import FreeCores
+from paceline.runner.native.adapters import NativeAdapters
 from paceline.runner.native.code import Code
 from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.kv_pool import KVPool
@@ -45,9 +46,11 @@ class NativeStep:
         free: FreeCores | None = None,
         pulse: Pulse | None = None,
         look_s: float = LOOK_S,
+        kv_dtype: str = "float32",
     ) -> None:
         self.spec = model.spec
-        self.kv = KVPool(model.spec, config.kv)
+        self.kv = KVPool(model.spec, config.kv, kv_dtype)
+        self.adapters = NativeAdapters(model.spec)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
         self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
         self.team = Team(code, self.memory.parameters, threads)
@@ -81,7 +84,9 @@ class NativeStep:
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         count = self._count = len(batch.tokens)
         self._check(rows, batch)
-        self.memory.load(batch, rows.tables, due)
+        numbers = rows.adapters_of(batch)
+        adapters = None if numbers is None else self.adapters.of_tokens(numbers)
+        self.memory.load(batch, rows.tables, due, adapters)
         self.memory.parameters.set(only_logits=0)
         if self._free is not None:
             self._threads = self._free.refresh(count)
@@ -131,9 +136,10 @@ class NativeStep:
         In every step: each line costs microseconds. Counts are what `make_batch` has repeated rows by.
         """
         tables, block_size = rows.tables, self.kv.block_size
-        longest = min(rows.tokens.shape[1], self._max_positions, tables[0].shape[1] * block_size)
+        longest, widest = min(rows.tokens.shape[1], self._max_positions), tables[0].shape[1] * block_size
         _check_below(batch.tokens, self.spec.vocab_size, "token")
-        used = _check_below(batch.positions, longest, "position") // block_size + 1
+        _check_below(batch.positions, longest, "position")
+        used = _check_below(batch.places, min(longest, widest), "position") // block_size + 1
         _check_below(batch.rows, len(tables[0]) - 1, "row")
         for group, (slots, table) in enumerate(zip(batch.slots, tables, strict=True)):
             slot_count = self.kv.num_slots(group)

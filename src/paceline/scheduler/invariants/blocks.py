@@ -190,6 +190,30 @@ def only_computed_blocks_are_cached(frames: Frames) -> Findings:
             yield step, f"block {entries.block[at]} is cached before it was computed"
 
 
+@invariant("D1")
+def dropped_rows_hold_what_they_see(context: CheckContext) -> str | None:
+    """A row that drops tokens has no blocks for those its next token does not see, all others, and offers none that it
+    computed without seeing everything."""
+    state = context.scheduler.state
+    kv, rows, size = state.kv, state.rows, state.kv.block_size
+    for row, (kept, num_prompt) in kv.keeping.items():
+        start, scheduled = kept.start(size), int(rows.scheduled[row])
+        ends = {kept.end(position, num_prompt, size) for position in (scheduled - 1, scheduled)}
+        for group in kv.groups:
+            end = start + int(group.dropped[row])
+            table = group.table[row, : group.held[row]]
+            if (
+                end not in ends
+                or np.count_nonzero(table) != len(table) - end + start
+                or table[start:end].any()
+            ):
+                return f"row {row} has dropped blocks {start} to {end} before token {scheduled}: {table}"
+            computed = table[kept.sees_all(num_prompt, size) // size :]
+            if end > start and group.pool.cached[computed].any():
+                return f"row {row} offers blocks that it computed without seeing everything"
+    return None
+
+
 @sweep("S26t", moment=BLOCKS)
 def tenants_never_share_blocks(frames: Frames) -> Findings:
     tenant = frames.counts["tenant"]

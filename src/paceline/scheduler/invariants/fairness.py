@@ -167,7 +167,7 @@ def time_is_counted_for_the_blocks_rows_hold(context: CheckContext) -> str | Non
     kv, live = context.scheduler.state.kv, context.live
     held = np.zeros(len(live), np.int64)
     for group in kv.groups:
-        held += group.held[live] - group.first[live]
+        held += group.held[live] - group.first[live] - group.dropped[live]
     counted = kv.block_time.held[live]
     wrong = (held != counted).nonzero()[0]
     if not len(wrong):

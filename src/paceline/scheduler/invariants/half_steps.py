@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.core.fast import make_tuple
 from paceline.core.plan import StepPlan
+from paceline.kv.block_pool import NULL_BLOCK
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Fence
 from paceline.scheduler.rows import COUNTS, FLAGS
@@ -298,6 +299,7 @@ class GroupFrames:
     def shared(self) -> Index:
         """The entries whose block is in more than one table, or twice in one."""
         shared: Mask = self.holders.reshape(-1)[self.entries.cell] > 1
+        shared &= self.entries.block != NULL_BLOCK  # entries that a row has dropped
         return shared.nonzero()[0]
 
     def rows_with(self, picture: int, block: int) -> list[int]:

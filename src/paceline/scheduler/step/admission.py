@@ -16,7 +16,7 @@ from paceline.core.fast import make_tuple
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
-from paceline.scheduler.loading import Load, Loading
+from paceline.scheduler.loading import WAITS, Load, Loading
 from paceline.scheduler.modes import BatchShape
 from paceline.scheduler.state import Figures, SchedulerState
 from paceline.scheduler.step.draft import StepDraft
@@ -24,9 +24,9 @@ from paceline.scheduler.step.draft import StepDraft
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
-# A request that waits for a prefix, for its own copy, for the disk or for another branch of its tree waits for no room,
-# and one that leaves room leaves it to others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.LOADING))
+# A request that waits for a prefix, for its own copy, for the disk, for its adapter or for another branch of its tree
+# waits for no room, and one that leaves room leaves it to others: requests behind it may be admitted.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.ADAPTER, *WAITS))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -87,6 +87,8 @@ class Admission:
     def judge(self, request: Request, has_row: bool = False) -> Verdict:
         """Whether a waiting request can be admitted now. `has_row`: whether it could if it had a row."""
         kv, ahead = self._state.kv, self._state.ahead_of(request)
+        if request.adapter and not self._state.adapters.is_there(request.adapter):
+            return Verdict(Rule.ADAPTER, ahead)
         no_row = None if has_row else self._no_row(request)
         if no_row is not None:
             return Verdict(no_row, ahead)
@@ -101,17 +103,20 @@ class Admission:
             load = self.loading.judge(request, start.match.num_blocks)
             if load is not None:
                 start = CachedStart(start.num_computed, start.match, NO_ROW, load)
-                if load.rule is Rule.LOADING:
-                    return Verdict(Rule.LOADING, ahead, start=start)
+                if load.rule in WAITS:
+                    return Verdict(load.rule, ahead, start=start)
         return self._judge_blocks(request, self._cost(request, start), ahead, start)
 
     def defer(self, request: Request, verdict: Verdict, draft: StepDraft) -> None:
         """Record that a request has to wait, once for each rule in turn."""
         rule = verdict.rule
         assert rule is not None
-        if rule is Rule.LOADING:
+        if rule in WAITS:
             assert verdict.start is not None and verdict.start.load is not None
             self.loading.waits(request, verdict.start.load)
+        if request.adapter:
+            adapters = self._state.adapters
+            (adapters.want if rule is Rule.ADAPTER else adapters.claim)(request.adapter)
         if self._deferred.get(request.id) != rule:
             if len(self._deferred) > 4 * len(self._state.requests) + 1024:
                 self._deferred = {}
@@ -209,6 +214,7 @@ class Admission:
             state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
+            state.counters.found(num_computed, request.from_below)
             waited_s = state.now_s - request.arrival_s
             state.decide(_ADMIT, request, _FITS, num_computed, figures, seconds=waited_s)
         else:
@@ -221,13 +227,14 @@ class Admission:
     def _cached_start(self, request: Request) -> CachedStart | RequestId:
         """Where a request starts, or the request that is computing a prefix it could share."""
         state = self._state
-        match = state.kv.match(request.keys, request.num_tokens)
+        sharable = request.num_sharable(state.kv.block_size)
+        match = state.kv.match(request.keys, sharable)
         cached = match.num_blocks * state.kv.block_size
         parent = state.requests.get(request.parent) if request.parent is not None else None
         if parent is not None and parent.state is RequestState.RUNNING:
             done = int(state.rows.computed[parent.row])
             # From the fork on, parent and branch differ.
-            common = min(request.shares, request.num_tokens - 1)
+            common = min(request.shares, sharable - 1)
             shared = min(done, common)
             still = parent.id in state.prefilling or done < state.rows.scheduled[parent.row]
             if still and done < common:
@@ -245,7 +252,7 @@ class Admission:
         state = self._state
         if not state.computing or num_blocks >= len(request.keys):
             return None
-        if (num_blocks + 1) * state.kv.block_size >= request.num_tokens:
+        if (num_blocks + 1) * state.kv.block_size >= request.num_sharable(state.kv.block_size):
             return None
         return state.computing.get(request.keys[num_blocks].key)
 

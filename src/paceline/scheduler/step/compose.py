@@ -44,6 +44,8 @@ class Composer:
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
         self.admission.loading.waiting.clear()
+        if state.adapters.identities:
+            state.adapters.begin_step(state.kv.completed)
         if state.drafts is not None:
             draft.unsure = state.unsure_rows()
         if state.promoted:
@@ -51,6 +53,9 @@ class Composer:
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
+        if state.kv.keeping:
+            for row in [row for row in state.kv.keeping if state.rows.decoding[row]]:
+                self._drop(row)
         if len(state.queue):
             if state.tiers.is_on:
                 self.admission.loading.ask()
@@ -75,7 +80,7 @@ class Composer:
         if state.drafts is not None and draft.num_decoding and draft.left > 0:
             self._widen(draft, mask)
         if state.tiers.is_on:
-            state.tiers.sink(bool(draft.spans))
+            state.tiers.sink(draft.num_decoding, bool(draft.spans))
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
             return None
         return self._plan(draft, mask)
@@ -310,10 +315,24 @@ class Composer:
             draft.products += pad * pad // 2
         scheduled = rows.scheduled.item(row)
         count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
+        if row in self._state.kv.keeping and count > 0:
+            if row in draft.spans:  # one span sees from one block on
+                return
+            self._drop(row)
+            kept, num_prompt = self._state.kv.keeping[row]
+            count = wanted = min(count, kept.alike(scheduled, num_prompt, self._state.kv.block_size))
         if count > 0:
             count = self._give_blocks(draft, row, scheduled, count)
         if count > 0:
             self._advance(draft, row, scheduled, count, wanted, limit - pad)
+
+    def _drop(self, row: int) -> None:
+        """Let go of what the next token of a row does not see."""
+        request = self._state.rows.requests[row]
+        assert request is not None
+        dropped = self._state.kv.drop(row, self._state.rows.scheduled.item(row))
+        if dropped > request.cost.dropped:
+            request.cost = request.cost._replace(dropped=dropped)
 
     def _give_blocks(self, draft: StepDraft, row: int, scheduled: int, count: int) -> int:
         """Blocks for up to `count` tokens of a row from `scheduled` on; how many there is room for."""
@@ -430,6 +449,13 @@ class Composer:
         """
         if self._state.flights:
             return
+        missing = [
+            each for each in candidates if each.adapter and not self._state.adapters.is_there(each.adapter)
+        ]
+        for request in missing:
+            self.admission.defer(request, Verdict(Rule.ADAPTER, self._state.ahead_of(request)), draft)
+        if missing:
+            return
         shape = self._state.mode.shape(candidates, self._rectangle_fits)
         if shape is None:
             return
@@ -500,6 +526,7 @@ class Composer:
             swap_in=swap_in,
             store=store,
             fetch=fetch,
+            drops=state.kv.delta.take_drops(),
             pad_tokens=pad_tokens,
             padding_rows=draft.num_decoding - advancing,
             work=StepWork(

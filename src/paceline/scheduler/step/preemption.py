@@ -89,8 +89,8 @@ def _swap_s(state: SchedulerState, rows: list[int], costs: PreemptionCosts) -> f
     total = 0
     for group, host in zip(kv.groups, kv.places, strict=True):
         until = -(-state.rows.computed[rows] // kv.block_size)
-        count = int(np.maximum(until - group.first[rows], 0).sum())
-        if count > host.num_free:
+        count = int(np.maximum(until - group.first[rows] - group.dropped[rows], 0).sum())
+        if count > host.num_free - kv.num_staging:
             return math.inf
         total += count
     return 2.0 * total * costs.block_s if total else math.inf

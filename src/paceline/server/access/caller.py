@@ -45,10 +45,12 @@ class Caller:
     tenant: str = "default"
     service_class: str = DEFAULT_CLASS
     weight: float = 1.0  # the tenant's share where tenants compete
+    cache_share: float = 1.0  # of the KV cache, beyond which what the tenant left is evicted first
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and answers together
     max_concurrency: int | None = None
     lowest_priority_number: int | None = None  # a request may not ask for a smaller one
     prices: Prices = FREE
+    adapters: frozenset[str] | None = None  # that it may name as models; None: all
     is_admin: bool = False  # may use routes that change or show the server as a whole
     batch_id: str = ""  # of the batch that asks on behalf of the key, if one does

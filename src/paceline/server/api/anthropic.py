@@ -61,6 +61,7 @@ from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 SYSTEM_MUST = "a text or a list of text blocks"
 ROLES = ("user", "assistant")
+TTLS = {"5m": 300, "1h": 3600}  # of `cache_control`, in seconds
 CALL_BLOCKS = ("tool_use", "thinking", "redacted_thinking")
 
 
@@ -91,11 +92,43 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         Field(
             "system", shaped((str, list), SYSTEM_MUST), "instructions for the model, before the conversation"
         ),
+        Field(
+            "cache_control",
+            shaped((dict,), "an object with type and ttl"),
+            "the prompt stays cached for a ttl of 5m or 1h, as far as the key's part of the cache goes",
+        ),
         *anthropic_tool_fields(),
         only("mcp_servers", []),
         *structures.anthropic_fields(),
         *unsupported("container", "context_management"),
     ]
+
+
+def _cache_seconds(given: Mapping[str, Any]) -> int | None:
+    """The longest time that any `cache_control` of a body asks for; None: there is none. The whole prompt is kept."""
+    marked: list[Any] = [given, *_listed(given.get("system")), *_listed(given.get("tools"))]
+    for message in given["messages"]:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        marked += _listed(content)
+    found = [
+        each["cache_control"] for each in marked if isinstance(each, Mapping) and each.get("cache_control")
+    ]
+    seconds = []
+    for control in found:
+        kind, ttl = (
+            (control.get("type"), control.get("ttl", "5m")) if isinstance(control, Mapping) else (None, None)
+        )
+        if kind != "ephemeral" or not isinstance(ttl, str) or ttl not in TTLS:
+            raise InvalidRequest(
+                f"cache_control takes the type ephemeral and a ttl of {' or '.join(TTLS)}, not {control!r:.80}",
+                param="cache_control",
+            )
+        seconds.append(TTLS[ttl])
+    return max(seconds, default=None)
+
+
+def _listed(blocks: Any) -> list[Any]:
+    return blocks if isinstance(blocks, list) else []
 
 
 def _turns(message: Any, place: str) -> list[dict[str, Any]]:
@@ -262,6 +295,7 @@ class MessagesRoute(GenerationRoute):
             turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
         common = common_values(read, facts)
         sampling = {**given_sampling(given), "stop": tuple(given.get("stop_sequences", ()))}
+        sampling["prompt_cache_s"] = _cache_seconds(given)
         return ParsedBody(
             sampling=chat_sampling(facts.generation, facts.max_model_len, **sampling),
             messages=turns,
@@ -286,6 +320,7 @@ class MessagesRoute(GenerationRoute):
     async def count(self, call: Call) -> Answer:
         service = self.service
         body = self._parsed(self.count_table, call.body)
+        service.check_model(call.caller, body.model)
         size = check_prompt(body, service.facts.max_model_len, service.settings.limits)
         ids = await service.work(lambda: service.prompt_ids(body), inline=size <= INLINE_CHARS)
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))

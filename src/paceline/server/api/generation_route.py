@@ -170,6 +170,7 @@ class GenerationRoute:
         service = self.service
         service.check_ready(call)
         body = self.parse(call.body)
+        self.service.check_model(call.caller, body.model)
         if body.search is not None:
             found = await service.search(call, body)
             shown = self.found(call, body, found)

@@ -45,6 +45,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
             _card(name, service)
             for service in services
             for name in (*service.model.names, *service.client.adapters)
+            if service.may_use(call.caller, name)
         ]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
@@ -52,6 +53,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
     async def show(call: Call) -> Answer:
         service = service_named(services, call.path["id"])
         name = checked_model(call.path["id"], service.facts)
+        service.check_model(call.caller, name)
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     return [
@@ -225,6 +227,7 @@ class TokenRoutes:
         service = self._service
         read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
         body = self._body(read.fields)
+        service.check_model(call.caller, body.model)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
@@ -247,7 +250,7 @@ class TokenRoutes:
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
         read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
-        checked_model(read.fields.get("model"), service.facts)
+        service.check_model(call.caller, checked_model(read.fields.get("model"), service.facts))
         ids = read.fields["tokens"]
         service.tokenizer.check_ids(ids, param="tokens")
         text = await service.work(

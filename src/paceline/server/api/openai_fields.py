@@ -69,6 +69,8 @@ SEARCH = shaped(
     "an object with type and options",
     {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
 )
+# Of `prompt_cache_retention`, in seconds. None: as long as eviction lets it stay.
+RETENTIONS = {"in_memory": None, "in-memory": None, "24h": 86_400}
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -84,6 +86,9 @@ def sampling_fields(limits: RequestLimits, *without: str) -> list[Field]:
         "stop_token_ids": list_of(ids, limits.stop_ids),
         "allowed_token_ids": list_of(ids, limits.allowed_ids, 1),
         "bad_words": list_of(text(1, 256), limits.bad_words),
+        "kv_keep": map_of(
+            whole(0, LARGEST), 2, message="takes first and recent, whole numbers; recent is 1 or more"
+        ),
         "logit_bias": map_of(
             number(-100, 100), limits.biases, 12, "maps token ids to numbers from -100 to 100"
         ),
@@ -273,10 +278,15 @@ def metadata_kind(limits: RequestLimits) -> Kind:
 def client_fields(limits: RequestLimits) -> list[Field]:
     """What clients send along and nothing depends on."""
     names = (
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"),
+        *("safety_identifier", "prompt_cache_key", "verbosity"),
         *("request_id", "user"),
     )
     return [
+        Field(
+            "prompt_cache_retention",
+            choice(tuple(RETENTIONS)),
+            "24h: the prompt stays cached for a day, as far as the key's part of the cache goes",
+        ),
         *(without_effect(name, text(0, limits.name_chars)) for name in names),
         without_effect("store", FLAG),
         without_effect("include_reasoning", FLAG),

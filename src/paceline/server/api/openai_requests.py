@@ -24,6 +24,7 @@ from paceline.server.api.openai_fields import (
     COMPLETIONS,
     MESSAGES_MUST,
     PROMPT_MUST,
+    RETENTIONS,
     chat_table,
     completions_table,
 )
@@ -181,9 +182,14 @@ def checked_model(name: object, facts: ModelFacts) -> str:
     if name is None:
         return facts.names[0]
     if name not in facts.names and name not in facts.adapters:
-        message = f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}"
-        raise UnknownModel(message, param="model")
+        raise unknown_model(name, facts)
     return str(name)
+
+
+def unknown_model(name: object, facts: ModelFacts) -> UnknownModel:
+    return UnknownModel(
+        f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}", param="model"
+    )
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +225,8 @@ def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         found["logit_bias"] = _bias(given["logit_bias"])
     if (structure := structure_of(given)) is not None:
         found["structured_outputs"] = structure
+    if (seconds := RETENTIONS.get(given.get("prompt_cache_retention", "in_memory"))) is not None:
+        found["prompt_cache_s"] = seconds
     if "prediction" in given:
         found["prediction"] = _predicted_text(given["prediction"])
     return found

@@ -156,6 +156,8 @@ def usage_body(usage: Usage) -> Json:
 
 def with_receipt(body: Json, usage: Usage) -> Json:
     """Usage in the shape of an API, with what none of them has a name for."""
+    if usage.dropped:
+        body = {**body, "lossy": True, "kv_dropped_tokens": usage.dropped}
     return body if usage.receipt is None else {**body, "paceline": usage.receipt}
 
 

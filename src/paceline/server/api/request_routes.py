@@ -96,6 +96,7 @@ def estimate_routes(service: Service) -> list[Route]:
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         body = (chat if "messages" in given else completions).parse(given, service.facts)
+        service.check_model(call.caller, body.model)
         if len(body.prompts) > 1:
             raise InvalidRequest("an estimate is of one prompt", param="prompt")
         found = estimate_body(body.model, await service.estimate(call, body))

@@ -140,6 +140,7 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
         "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached),
         "prompt_tokens_cached": used.num_cached,
         "recomputed_tokens": cost.redone,
+        **({"lossy": True, "kv_dropped_tokens": cost.dropped} if cost.dropped else {}),
         "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
         "kv_block_seconds": cost.block_us / 1e6,
         "recompute_kv_block_seconds": cost.redone_block_us / 1e6,

@@ -69,6 +69,7 @@ class Usage:
     num_reasoning: int | None = None  # of the output; None where the model has no reasoning
     # Drafts from its prediction, right and wrong, of the branches that have ended; None: it has no prediction.
     predictions: tuple[int, int] | None = None
+    dropped: int = 0  # tokens whose KV was dropped: the answer is not the one that all of its context gives
     receipt: Mapping[str, Any] | None = None  # once every branch has ended, where one is wanted
 
 
@@ -202,6 +203,7 @@ class Generation:
             num_cached=record.num_cached,
             num_reasoning=self._num_reasoning,
             predictions=(cost.accepted_predictions, cost.rejected_predictions) if has_prediction else None,
+            dropped=cost.dropped,
             receipt=shown_receipt,
         )
 

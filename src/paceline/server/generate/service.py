@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
@@ -30,8 +30,9 @@ from paceline.process.client import (
     EngineStream,
     EngineUnavailable,
 )
+from paceline.server.access.caller import Caller
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
-from paceline.server.api.openai_requests import ModelFacts, ParsedBody
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody, unknown_model
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
@@ -148,6 +149,15 @@ class Service:
     def facts(self) -> ModelFacts:
         """Raises EngineUnavailable before the model is loaded for the first time."""
         return self._loaded().facts
+
+    def may_use(self, caller: Caller, name: str) -> bool:
+        """Whether a key may name a model; adapters of others are as good as not there."""
+        return caller.adapters is None or name in caller.adapters or name in self.model.names
+
+    def check_model(self, caller: Caller, name: str) -> None:
+        """Raises UnknownModel for an adapter that a key may not use, as for one that is not there."""
+        if not self.may_use(caller, name):
+            raise unknown_model(name, self.facts)
 
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""
@@ -487,9 +497,12 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
         try:
             for prompt in prepared:
+                sampling = prompt.sampling
+                if call.caller.cache_share < 1.0:
+                    sampling = replace(sampling, cache_share=call.caller.cache_share)
                 stream = self.client.submit(
                     prompt.token_ids,
-                    prompt.sampling,
+                    sampling,
                     tenant=tenant,
                     service_level=service_level,
                     timeout_s=timeout_s,

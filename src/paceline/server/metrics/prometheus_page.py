@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -102,6 +103,7 @@ class MetricsPage(Collector):
         yield from self._generations(make, model.requests)
         yield from model.batching.families(make)
         yield from forecast_families(model.requests.forecasts, make)
+        yield from self._adapters(make, model.client)
 
     def _server(self, make: Families) -> Iterable[Metric]:
         more_gauges, more_counters = self._more
@@ -113,6 +115,24 @@ class MetricsPage(Collector):
         build.add_metric((), {"version": __version__})
         yield build
         yield from self._traffic(make)
+
+    def _adapters(self, make: Families, client: EngineClient) -> Iterable[Metric]:
+        """Where adapters are served. The names are the operator's: a client cannot add to them."""
+        stats, known = client.stats.adapters, client.adapters
+        if not known:
+            return
+        names = {info.number: name for name, info in known.items()}
+        yield make.gauge("adapters", "Adapters that requests may name.", len(known))
+        yield make.gauge("adapters_resident", "Adapters in memory.", stats.resident)
+        yield make.counter("adapters_read", "Adapters read again because a request needed them.", stats.read)
+        yield make.counter("adapters_evicted", "Adapters evicted to make a place for others.", stats.evicted)
+        labels = {
+            "max_lora": str(stats.most or len(known)),
+            "running_lora_adapters": ",".join(sorted(names[each] for each in stats.running if each in names)),
+            "waiting_lora_adapters": ",".join(sorted(names[each] for each in stats.waiting if each in names)),
+        }
+        text = "Adapters of running and waiting requests; the value is the time."
+        yield make.gauge("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
 
     def _generations(self, make: Families, requests: RequestMetrics) -> Iterable[Metric]:
         yield make.counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)

@@ -34,6 +34,7 @@ class RowColumns:
     length: Tensor  # tokens of the sequence, prompt included
     max_length: Tensor
     active: Tensor  # 1 while the row runs
+    dropped: Tensor  # tokens that its tables have no entries for
     stop_ids: Tensor  # int32 [rows, MAX_STOP_IDS], -1 where there is none
     tokens: Tensor  # int32 [rows, longest sequence + 1]: every token of a row
 
@@ -153,7 +154,10 @@ def _write_kernel(memory, changes, stride, count, LANES: tl.constexpr):
 def decode_inputs(
     into: StepTokens, visible: Tensor, rows: RowColumns, slot_rows: Tensor, tables: Sequence[Tensor]
 ) -> None:
-    """The last token of each row of `slot_rows` [slots]; `visible` int32 [rows] gets how much attention sees."""
+    """The last token of each row of `slot_rows` [slots]; `visible` int32 [rows] gets how much attention sees.
+
+    A row that has dropped tokens sees fewer than its length, and its places are as many further to the front.
+    """
     slots = slot_rows.shape[0]
     for group, table in enumerate(tables):
         _decode_kernel[(triton.cdiv(slots, _LANES),)](
@@ -163,6 +167,7 @@ def decode_inputs(
             visible,
             rows.length,
             rows.active,
+            rows.dropped,
             rows.tokens,
             table,
             slot_rows,
@@ -183,6 +188,7 @@ def _decode_kernel(
     visible,
     lengths,
     active,
+    dropped,
     tokens,
     table,
     slot_rows,
@@ -198,17 +204,20 @@ def _decode_kernel(
     length = tl.load(lengths + row, mask=present, other=0)
     runs = present & (tl.load(active + row, mask=present, other=0) != 0) & (length > 0)
     position = tl.where(runs, length - 1, 0)
-    block = tl.load(table + row * table_stride + position // BLOCK, mask=runs, other=0).to(tl.int64)
+    place = position - tl.load(dropped + row, mask=runs, other=0)
+    block = tl.load(table + row * table_stride + place // BLOCK, mask=runs, other=0).to(tl.int64)
     tl.store(ids + slot, tl.load(tokens + row * tokens_stride + position, mask=runs, other=0), mask=present)
     tl.store(positions + slot, position, mask=present)
-    tl.store(places + slot, tl.where(runs, block * BLOCK + position % BLOCK, -1), mask=present)
-    tl.store(visible + row, tl.where(runs, length, 0), mask=present)
+    tl.store(places + slot, tl.where(runs, block * BLOCK + place % BLOCK, -1), mask=present)
+    tl.store(visible + row, tl.where(runs, place + 1, 0), mask=present)
 
 
 def span_inputs(
-    into: StepTokens, spans: Spans, longest: int, tokens: Tensor, tables: Sequence[Tensor]
+    into: StepTokens, spans: Spans, longest: int, rows: RowColumns, tables: Sequence[Tensor]
 ) -> None:
-    """The tokens of `spans`, none longer than `longest`, of rows with all their `tokens` [rows, ...]."""
+    """The tokens of `spans`, none longer than `longest`. Where a span begins is a place in its row's tables: what the
+    row has dropped is added for its positions."""
+    tokens = rows.tokens
     number = spans.row.shape[0]
     for group, table in enumerate(tables):
         _span_kernel[(number, triton.cdiv(longest, _LANES))](
@@ -219,6 +228,7 @@ def span_inputs(
             spans.first,
             spans.count,
             spans.position,
+            rows.dropped,
             tokens,
             table,
             tokens.stride(0),
@@ -238,6 +248,7 @@ def _span_kernel(
     firsts,
     counts,
     starts,
+    dropped,
     tokens,
     table,
     tokens_stride,
@@ -250,8 +261,25 @@ def _span_kernel(
     first = tl.load(firsts + span)
     offset = tl.program_id(1) * LANES + tl.arange(0, LANES)
     mask = offset < tl.load(counts + span)
-    position = tl.load(starts + span) + offset
-    block = tl.load(table + row * table_stride + position // BLOCK, mask=mask, other=0).to(tl.int64)
+    place = tl.load(starts + span) + offset
+    position = place + tl.load(dropped + row)
+    block = tl.load(table + row * table_stride + place // BLOCK, mask=mask, other=0).to(tl.int64)
     tl.store(ids + first + offset, tl.load(tokens + row * tokens_stride + position, mask=mask), mask=mask)
     tl.store(positions + first + offset, position, mask=mask)
-    tl.store(places + first + offset, block * BLOCK + position % BLOCK, mask=mask)
+    tl.store(places + first + offset, block * BLOCK + place % BLOCK, mask=mask)
+
+
+def span_values(into: Tensor, values: Tensor, spans: Spans, longest: int) -> None:
+    """Each token of `spans`, none longer than `longest`, gets the value of its row: int32 [tokens], [rows]."""
+    _span_value_kernel[(spans.row.shape[0], triton.cdiv(longest, _LANES))](
+        into, values, spans.row, spans.first, spans.count, LANES=_LANES, num_warps=4
+    )
+
+
+@triton.jit
+def _span_value_kernel(into, values, span_rows, firsts, counts, LANES: tl.constexpr):
+    span = tl.program_id(0)
+    offset = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    value = tl.load(values + tl.load(span_rows + span))
+    nothing = tl.zeros([LANES], tl.int32)
+    tl.store(into + tl.load(firsts + span) + offset, nothing + value, mask=offset < tl.load(counts + span))

@@ -73,7 +73,7 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
         store_rows(sums, scores + 64 * (block - begin), step)
         block += 1
     for row in range(rows):
-        _softmax(scores + row * step, get_int(first + 8 * row), get_int(end + 8 * row), begin, stop)
+        softmax(scores + row * step, get_int(first + 8 * row), get_int(end + 8 * row), begin, stop)
     for d in range(0, dim * 4, 64):
         store_rows(zero, out + d, dim * 4)
     for block in range(begin, stop):
@@ -145,7 +145,7 @@ def _add_four(zero, values, weights, step, count, dim, out):
 
 
 @kernel
-def _softmax(scores, first, end, begin, stop):
+def softmax(scores, first, end, begin, stop):
     """Scores of sub-blocks `begin` to `stop` become weights; those of tokens outside first to end become 0."""
     for block in range(begin, stop):
         low, high = first - SUB_BLOCK * block, end - SUB_BLOCK * block

@@ -6,16 +6,19 @@ often to do it.
 
 from __future__ import annotations
 
-from paceline.runner.native.kernels.attention import attend
+from paceline.runner.native.kernels.adapters import expand, shrink
+from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import kernel
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import activate, embed, exp, norm, quantise_row, rotate
 from paceline.runner.native.kernels.scalars import float_of_bits, get_int
-from paceline.runner.native.kernels.simd import load_floats, store_floats, zeros
+from paceline.runner.native.kernels.simd import load_floats, store_floats
 from paceline.runner.native.layout import PROBES, S_HAS_LISTS
 
-PANEL, QUANTISE, NORM, ATTEND, ACTIVATE, ROTATE, EXP, EMBED, DRAW = range(len(PROBES))
+PANEL, QUANTISE, NORM, ATTEND, ACTIVATE, ROTATE, EXP, EMBED, DRAW, KEEP_BYTES, SHRINK, EXPAND = range(
+    len(PROBES)
+)
 
 
 @kernel
@@ -49,15 +52,38 @@ def _attend(a):
         get_int(a + 64),
         get_int(a + 72),
     )
-    step, out = get_int(a + 80), get_int(a + 88)
-    if rows == 4:
-        attend(zeros(4), q, first, end, table, subs, kv, size, dim, scores, step, out)
-    elif rows == 3:
-        attend(zeros(3), q, first, end, table, subs, kv, size, dim, scores, step, out)
-    elif rows == 2:
-        attend(zeros(2), q, first, end, table, subs, kv, size, dim, scores, step, out)
-    else:
-        attend(zeros(1), q, first, end, table, subs, kv, size, dim, scores, step, out)
+    step, out, in_bytes, x = get_int(a + 80), get_int(a + 88), get_int(a + 96), get_int(a + 104)
+    attend_rows(rows, in_bytes, q, first, end, table, subs, kv, size, dim, scores, step, out, x)
+
+
+@kernel
+def _shrink(a):
+    """A with some tokens, one after the other."""
+    kind, matrix, x, inputs, ranks = (
+        get_int(a),
+        get_int(a + 8),
+        get_int(a + 16),
+        get_int(a + 24),
+        get_int(a + 32),
+    )
+    to, step = get_int(a + 40), get_int(a + 48)
+    for token in range(get_int(a + 56)):
+        shrink(kind, matrix, x + token * inputs * 4, inputs, ranks, to + token * step)
+
+
+@kernel
+def _expand(a):
+    """All panels of B with up to four tokens."""
+    kind, b, ranks, low, low_step = (
+        get_int(a),
+        get_int(a + 8),
+        get_int(a + 16),
+        get_int(a + 24),
+        get_int(a + 32),
+    )
+    rows, out, step = get_int(a + 40), get_int(a + 48), get_int(a + 56)
+    for index in range(get_int(a + 64)):
+        expand(kind, b, index, ranks, low, low_step, rows, out + 64 * index, step)
 
 
 @kernel
@@ -95,3 +121,9 @@ def probe(which, a):
             embed(get_int(a), get_int(a + 8), get_int(a + 16), get_int(a + 24), get_int(a + 32))
         elif which == DRAW:
             draw(get_int(a), True, get_int(get_int(a) + S_HAS_LISTS) != 0, get_int(a + 8), 0)
+        elif which == KEEP_BYTES:
+            keep_bytes(get_int(a), get_int(a + 8), get_int(a + 16), get_int(a + 24), get_int(a + 32))
+        elif which == SHRINK:
+            _shrink(a)
+        elif which == EXPAND:
+            _expand(a)

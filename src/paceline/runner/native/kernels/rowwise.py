@@ -74,8 +74,9 @@ def quantise(source, count, x, scales):
         inverse = splat(TOP / top if top != ZERO else ZERO)
         low_ints = to_ints(round_even(mul(low, inverse)))
         high_ints = to_ints(round_even(mul(high, inverse)))
-        store_quads(x, low_ints)
-        store_quads(x + 64, high_ints)
+        # Four rows lie abreast.
+        store_quads(x, low_ints, 4 * TILE)
+        store_quads(x + 64, high_ints, 4 * TILE)
         scale = top / TOP
         total = sum_of_ints(add_ints(low_ints, high_ints))
         put_float(scales, scale)

@@ -49,6 +49,8 @@ from paceline.runner.native.kernels.emit import (
 )
 from paceline.runner.native.layout import INPUT_SCALES
 
+_SIXTEEN = ir.VectorType(F32, LANES)
+
 # -- one vector ----------------------------------------------------------------------------------------------
 
 
@@ -70,6 +72,13 @@ def load_brains(b, at):
         wide = b.zext(load_at(b, at, ir.VectorType(I16, WIDTH), 2 * WIDTH * part), INTS)
         found.append(b.bitcast(b.shl(wide, constant(INTS, 16)), FLOATS))
     return found
+
+
+@operation(address, out=floats)
+def load_octets(b, at):
+    """Sixteen bytes with signs."""
+    wide = b.sitofp(b.sext(load_at(b, at, ir.VectorType(I8, LANES)), ir.VectorType(I32, LANES)), _SIXTEEN)
+    return [pick_lanes(b, wide, list(range(WIDTH * part, WIDTH * (part + 1)))) for part in PARTS]
 
 
 @operation(address, out=octets)
@@ -109,14 +118,14 @@ def store_bytes(b, at, vector):
         store_at(b, vector[part], at, 4 * WIDTH * part)
 
 
-@operation(address, ints, out=types.void)
-def store_quads(b, at, vector):
-    """Sixteen small integers as bytes; every four of them go 16 bytes further, because four rows lie abreast."""
+@operation(address, ints, address, out=types.void)
+def store_quads(b, at, vector, step):
+    """Sixteen small integers as bytes; every four of them go `step` bytes further."""
     for part in PARTS:
         small = b.trunc(vector[part], ir.VectorType(I8, WIDTH))
         for quad in range(WIDTH // 4):
             lanes = list(range(4 * quad, 4 * quad + 4))
-            store_at(b, pick_lanes(b, small, lanes), at, 16 * (part * WIDTH // 4 + quad))
+            store_at(b, pick_lanes(b, small, lanes), _stride(b, at, step, part * WIDTH // 4 + quad))
 
 
 @operation(types.float32, out=floats)
@@ -524,3 +533,20 @@ def add_scaled(typing, sums, counts, weights, inputs, is_half):
         return _bundle(context, b, sums, rows)
 
     return sums(sums, counts, address, address, is_half), generate
+
+
+@intrinsic
+def add_counts(typing, sums, counts, columns, inputs):
+    """sums[row][column] += counts * the column's scale * input scale, in this order; 16 scales at `columns`, floats."""
+
+    def generate(context, b, signature, values):
+        rows, found = _rows(b, values[0], sums.count), _rows(b, values[1], sums.count)
+        scales = [broadcast(b, load_at(b, values[3], F32, INPUT_SCALES * row)) for row in range(sums.count)]
+        for part in PARTS:
+            scale = load_at(b, values[2], FLOATS, 4 * WIDTH * part)
+            for row in range(sums.count):
+                product = b.fmul(b.sitofp(found[row][part], FLOATS), scale)
+                rows[row][part] = fused(b, product, scales[row], rows[row][part])
+        return _bundle(context, b, sums, rows)
+
+    return sums(sums, counts, address, address), generate

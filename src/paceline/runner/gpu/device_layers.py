@@ -1,0 +1,102 @@
+"""Weights of a layer as the device keeps them; those of its experts are stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from paceline.models.decoder import Layer
+from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
+from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.kernels.expert_product import ExpertWeights
+from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm
+from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceExperts:
+    """The experts of one layer, and their router."""
+
+    router: Tensor
+    weights: ExpertWeights
+    per_token: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLayer:
+    """Weights of one layer."""
+
+    qkv: DeviceLinear
+    output: DeviceLinear
+    gate_up: DeviceLinear | None
+    down: DeviceLinear | None
+    experts: DeviceExperts | None
+    head_norm: HeadNorm | None
+    norm_before_attention: Tensor
+    norm_before_feed_forward: Tensor
+    norm_after_attention: Tensor | None
+    norm_after_feed_forward: Tensor | None
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        """Those without experts."""
+        parts = (self.qkv, self.output, self.gate_up, self.down)
+        return [linear for linear in parts if linear is not None]
+
+
+def device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceLayer:
+    def norm(part: RMSNorm | None) -> Tensor | None:
+        return None if part is None else part.weight.to(device)
+
+    head_norm = None
+    if layer.attention.head_norm is not None:
+        weight = layer.attention.head_norm.weight.to(device)
+        head_norm = HeadNorm(
+            query_weight=weight[0].contiguous(), key_weight=weight[-1].contiguous(), epsilon=spec.norm_eps
+        )
+    fed = layer.feed_forward
+    dense = fed if isinstance(fed, FeedForward) else None
+    return DeviceLayer(
+        qkv=cast(DeviceLinear, layer.attention.qkv),
+        output=cast(DeviceLinear, layer.attention.output),
+        gate_up=cast(DeviceLinear, dense.gate_up) if dense is not None else None,
+        down=cast(DeviceLinear, dense.down) if dense is not None else None,
+        experts=_stacked(fed, spec, device, dtype) if isinstance(fed, Experts) else None,
+        head_norm=head_norm,
+        norm_before_attention=layer.norm_before_attention.weight.to(device),
+        norm_before_feed_forward=layer.norm_before_feed_forward.weight.to(device),
+        norm_after_attention=norm(layer.norm_after_attention),
+        norm_after_feed_forward=norm(layer.norm_after_feed_forward),
+    )
+
+
+def _stack(linears: Sequence[DeviceLinear]) -> tuple[Tensor, Tensor | None]:
+    """Matrices as one tensor, and their scales where they have eight bits."""
+    scaled = [linear.weight for linear in linears if isinstance(linear, ScaledLinear)]
+    if not scaled:
+        return torch.stack([cast(DenseLinear, linear).weight for linear in linears]), None
+    assert len(scaled) == len(linears)
+    stacked = torch.stack(
+        [weight.q.view(torch.uint8) for weight in scaled]
+    )  # torch stacks no e4m3 everywhere
+    return stacked.view(scaled[0].q.dtype), torch.stack([weight.scale for weight in scaled])
+
+
+def _stacked(experts: Experts, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceExperts:
+    """All experts of a layer as one tensor of each kind; the router is built on the host in float32."""
+    assert spec.experts is not None
+    gate_up, gate_up_scale = _stack([cast(DeviceLinear, expert.gate_up) for expert in experts.experts])
+    down, down_scale = _stack([cast(DeviceLinear, expert.down) for expert in experts.experts])
+    router = cast(DenseLinear, experts.router).weight.to(device, dtype)
+    experts.experts.clear()  # what was stacked need not be there twice
+    return DeviceExperts(
+        router=router,
+        weights=ExpertWeights(gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
+        per_token=spec.experts.per_token,
+        normalize=spec.experts.normalize,
+    )
