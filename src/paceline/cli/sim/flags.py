@@ -211,6 +211,13 @@ class SimOptions(CheckedOptions):
         panel="Deployment",
     )
 
+    models: str = option(
+        "",
+        "models that share the device, each with its share; requests go to them by tenant, else in turn",
+        panel="Deployment",
+        metavar="NAME:SHARE[,...]",
+    )
+
     seed: int = option(0, "seed of everything that is random", low=0, panel="Chance and faults")
     faults: str = option(
         "",

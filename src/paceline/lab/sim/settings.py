@@ -85,8 +85,13 @@ class SimConfig:
     adapter_read_s: float = 0.05  # until the folder of one is in memory
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
+    models: tuple[
+        tuple[str, float], ...
+    ] = ()  # names and shares of models on one device; else there is one model
 
     def __post_init__(self) -> None:
+        if self.models and len(self.models) != self.num_replicas:
+            raise InputError("--models share one device: leave --replicas out")
         if not 1 <= self.num_replicas <= MAX_REPLICAS:
             raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
         if self.router not in ROUTERS:
@@ -131,6 +136,7 @@ class SimConfig:
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
             "on_infeasible": self.on_infeasible,
+            **({"models": dict(self.models)} if self.models else {}),
             "seed": self.seed,
             "check": self.check,
             "scheduler": asdict(self.engine.scheduler),

@@ -107,7 +107,8 @@ def sleep_routes(services: Sequence[Service]) -> list[Route]:
     async def wake(call: Call) -> Answer:
         service = service_of(call)
         standing = await service.client.rest(0)
-        while standing is Standing.WAKING:
+        # One that sleeps still waits for room.
+        while standing in (Standing.WAKING, Standing.ASLEEP):
             await asyncio.sleep(LOOK_S)
             standing = service.client.stats.standing
         if standing is not Standing.AWAKE:
