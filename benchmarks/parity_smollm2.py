@@ -150,7 +150,7 @@ def _four_bits(group: int) -> Rounding:
     """Sixteen steps for each group of inputs, over 80 to 100 % of its range, whichever comes closest."""
 
     def rounded(values: Tensor) -> Tensor:
-        return torch.cat([_closest(part) for part in values.split(group, dim=1)], dim=1)
+        return torch.cat([_closest(part) for part in torch.split(values, group, dim=1)], dim=1)
 
     return rounded
 
