@@ -11,6 +11,7 @@ and where it goes. *draw*: the draws of a step alone, on one thread, beside the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,17 @@ from paceline.runner.native.arena import pack
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code, host_code
 from paceline.runner.native.drawing import Drawing
-from paceline.runner.native.layout import DRAW_SCRATCH, F32, Q4, Q8, SUB_BLOCK, SYNC_BYTES, panel_bytes
+from paceline.runner.native.layout import (
+    BF16,
+    DRAW_SCRATCH,
+    F32,
+    KINDS,
+    Q4,
+    Q8,
+    SUB_BLOCK,
+    SYNC_BYTES,
+    panel_bytes,
+)
 from paceline.runner.native.model import NativeModel, build_model
 from paceline.runner.native.speed import Product, call_seconds
 from paceline.runner.native.step import NativeStep
@@ -39,6 +50,8 @@ from paceline.runner.sampling.sampler import Sampler, Settled
 bench = Benchmark(__doc__)
 SHAPES = {"gate and up": (3072, 576), "down": (576, 1536)}  # of SmolLM2-135M
 ROWS = (1, 2, 4, 8, 16, 32, 64, 108)
+ADAPTER_RANKS = (4, 8, 16, 32)
+ADAPTER_WIDTH = 576
 ENOUGH_S = 0.2
 VOCABULARY = 49152  # of SmolLM2
 DRAWN: tuple[dict[str, Any], ...] = (
@@ -97,9 +110,21 @@ def attention_seconds(kernels: Code, rows: int, context: int, dim: int = 64) -> 
     return call_seconds(lambda times: kernels.probe("attend", np.array(where), times), ENOUGH_S)
 
 
+def adapter_seconds(kernels: Code, kernel: str, kind: int, rank: int, rows: int, width: int) -> float:
+    """What `rows` tokens, at most four, take with A [rank, width], or with B [width, rank]."""
+    rng, size = np.random.default_rng(0), 4 if kind == F32 else 2
+    matrix, low = aligned(rank * width * size), aligned(rows * rank * 4)
+    x = rng.normal(0, 1, (rows, width)).astype(np.float32)
+    if kernel == "shrink":
+        where = [kind, at(matrix), at(x), width, rank, at(low), rank * 4, rows]
+    else:
+        where = [kind, at(matrix), rank, at(low), rank * 4, rows, at(x), width * 4, width // 16]
+    return call_seconds(lambda times: kernels.probe(kernel, np.array(where), times), ENOUGH_S)
+
+
 @bench.part()
 def kernels(given: Given) -> Found:
-    """Products and attention on one thread."""
+    """Products, attention and adapters on one thread."""
     loaded = host_code(print)
     found: Found = {"isa": loaded.isa.name}
     table("product", *(f"{rows} rows" for rows in ROWS))
@@ -122,6 +147,20 @@ def kernels(given: Given) -> Found:
             "GFLOP_s": round(speed, 1),
         }
         row(f"{rows} heads, {context} tokens", round(took * 1e6, 1), round(speed, 1))
+    table("adapter, GFLOP/s", *(f"rank {rank}" for rank in ADAPTER_RANKS))
+    for kernel, kind, rows in itertools.product(("shrink", "expand"), (BF16, F32), (1, 4)):
+        speeds = [
+            2
+            * rank
+            * rows
+            * ADAPTER_WIDTH
+            / adapter_seconds(loaded, kernel, kind, rank, rows, ADAPTER_WIDTH)
+            / 1e9
+            for rank in ADAPTER_RANKS
+        ]
+        name = f"{kernel}, {KINDS[kind]}, {rows} tokens"
+        found[name] = dict(zip(map(str, ADAPTER_RANKS), np.round(speeds, 1).tolist(), strict=True))
+        row(name, *(round(speed, 1) for speed in speeds))
     return found
 
 

@@ -9,16 +9,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
+from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
@@ -28,6 +32,18 @@ from paceline.runner.machine_load import FreeCores, MachineLoad
 Prompt = tuple[int, ...]
 Index = NDArray[np.int64]
 MakeStep = Callable[[EngineConfig], StepCompute]
+
+
+class Adapted(tuple[int, ...]):
+    """A prompt that is answered with an adapter."""
+
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, prompt: Prompt, adapter: Adapter) -> Adapted:
+        made = cls(prompt)
+        made.adapter = adapter
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +97,7 @@ class Bits:
         self._compute = compute
         self.bits: dict[Prompt, bytes] = {}
         self.changed = 0  # tokens computed again with other bits
+        self.identity_of: Callable[[int], str] = lambda number: ""  # of adapters
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         good = self._compute.forward(rows, batch, due)
@@ -91,9 +108,10 @@ class Bits:
             if batch.masked[index]:
                 continue
             tokens = rows.tokens[row].tolist()
+            adapter = [-int(self.identity_of(int(rows.adapter[row])), 16)] if rows.adapter[row] else []
             # Those that are not finite end their row; which other tokens of that row they reach may differ.
             for offset in np.flatnonzero(good[start:end]).tolist():
-                key = tuple(tokens[: int(batch.start[index]) + offset + 1])
+                key = tuple(adapter + tokens[: int(batch.start[index]) + offset + 1])
                 bits = numbers[start + offset].tobytes()
                 self.changed += self.bits.setdefault(key, bits) != bits
         return good
@@ -128,19 +146,30 @@ def record(
     make_drafter: Callable[[EngineConfig], Drafter] | None = None,
 ) -> Record:
     """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts, unless `make_drafter` makes
-    these."""
+    these. A prompt may be `Adapted`."""
     config = around.config(spec, max(len(prompt) for prompt in prompts) + num_new, num_blocks)
-    bits = Bits(make_step(config))
+    compute = make_step(config)
+    bits = Bits(compute)
     drafter: Drafter | None = Oracle(answers) if around.drafts else None
     if make_drafter is not None:
         drafter = make_drafter(config)
-    engine = build_engine(config, CPURunner(config, bits, drafter=drafter))
+    adapters = {each.adapter.identity: each.adapter for each in prompts if isinstance(each, Adapted)}
+    engine = build_engine(
+        config,
+        CPURunner(config, bits, drafter=drafter),
+        make_adapters=lambda scheduler: Adapters(
+            scheduler, getattr(compute, "adapters", None), lambda path: adapters[path.name]
+        ),
+    )
+    bits.identity_of = engine.adapters.identity_of
+    numbers = {identity: engine.adapters.load("", Path(identity)).number for identity in adapters}
     always_draft(engine)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
     listener = _Listener(engine, around, num_new)
     for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
         for prompt in group:
-            (request,) = engine.add(prompt, sampling)
+            adapter = numbers[prompt.adapter.identity] if isinstance(prompt, Adapted) else NO_ADAPTER
+            (request,) = engine.add(prompt, sampling, adapter=adapter)
             listener.tokens_of[request] = []
         while engine.has_requests:
             listener.step()

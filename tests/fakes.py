@@ -52,13 +52,14 @@ class DeviceFault(RuntimeError):
 
 
 def reference_output(
-    prompt: list[int], sampling: SamplingParams, at_most: int | None = None, seen: int = 0
+    prompt: list[int], sampling: SamplingParams, at_most: int | None = None, seen: int = 0, start: int = 0
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
     With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
+    `start`: what its adapter stands for.
     """
-    value = 0
+    value = start
     for token in prompt:
         value = (value * PRIME + token + 1) & MASK
     seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
@@ -123,6 +124,7 @@ class _Row:
     stop_below: int = 0
     is_guided: bool = False
     guide: FakeGuide | None = None  # a copy, of the step that is computed
+    adapter: int = 0
     is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
     tables: list[list[int]] = field(default_factory=list)
@@ -154,6 +156,8 @@ class FakeRunner:
         self._queue: deque[StepPlan] = deque()
         self._done: dict[int, StepResult] = {}
         self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
+        # Those in memory, and what the hashes of their rows start from; None: they change nothing.
+        self.adapters: dict[int, int] | None = None
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -254,7 +258,8 @@ class FakeRunner:
             if row in source_of:
                 tokens = self._rows[source_of[row]].tokens[:count]
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
-            value, hashes = 0, []
+            adapter = int(joins.adapter[at]) if len(joins.adapter) else 0
+            value, hashes = self._adapter(row, adapter), []
             for token in tokens:
                 value = (value * PRIME + token + 1) & MASK
                 hashes.append(value)
@@ -270,10 +275,19 @@ class FakeRunner:
                 seed=(sampling.seed or 0) & MASK,
                 stop_below=stop_bound(sampling),
                 is_guided=sampling.structured_outputs is not None,
+                adapter=adapter,
                 is_predicted=bool(sampling.prediction),
                 tables=tables,
                 kv=list(zip(tables, self._kv, strict=True)),
             )
+
+    def _adapter(self, row: int, number: int) -> int:
+        """A2: what a row computes with is in memory."""
+        if not number or self.adapters is None:
+            return 0
+        if number not in self.adapters:
+            raise InvariantViolation("A2", f"row {row} computes without its adapter {number}")
+        return self.adapters[number]
 
     def _start_copies(self, swaps: Swaps | Moves, *, incoming: bool, seq: int) -> None:
         parts: dict[int, list[tuple[int, int, int]]] = {}
@@ -323,7 +337,10 @@ class FakeRunner:
             # An ended row is masked: it computes into the null block.
             if row.ended:
                 outcomes += _MASKED
-            elif number in guesses and place < len(self._decoding):
+                continue
+            if row.adapter:
+                self._adapter(number, row.adapter)
+            if number in guesses and place < len(self._decoding):
                 tokens, ending = self._verify(row, guesses[number])
                 outcomes += (tokens[0], len(tokens), ending)
                 more[place] = tokens

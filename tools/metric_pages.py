@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from paceline.config.server import ObserveConfig, ServerConfig
-from paceline.core.counters import Counters, CPUWork
+from paceline.core.adapter import AdapterInfo
+from paceline.core.counters import AdapterStats, Counters, CPUWork
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
 from paceline.process.client import EngineState, EngineStats
@@ -32,7 +33,14 @@ MODEL = "a-model"
 VLLM = frozenset(
     {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config"),
-        *("num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"),
+        *(
+            "lora_requests_info",
+            "num_preemptions",
+            "prompt_tokens",
+            "prompt_tokens_cached",
+            "generation_tokens",
+            "request_success",
+        ),
         *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
         *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
@@ -66,6 +74,9 @@ class DescribedEngine:
             ),
         )
         self.stats = EngineStats()
+        self.adapters = {
+            "an-adapter": AdapterInfo(name="an-adapter", folder="", number=1, identity="", rank=8)
+        }
 
     def run(self) -> None:
         """A second of work."""
@@ -78,6 +89,7 @@ class DescribedEngine:
             next_place_s=1.0,
             dial=DialStatus(),
             cpu=CPUWork(2, {"products": 0.5, "waiting": 0.1}),
+            adapters=AdapterStats(running=(1,), resident=1),
         )
 
 

@@ -345,9 +345,7 @@ def _native_backend(
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
 
-    reason = "they compute no adapters yet"
-    if not model.has_adapters:
-        reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
+    reason = objection(checkpoint, int(given.get("block_size", 16)), model.quantization)
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))

@@ -125,7 +125,9 @@ class TreeMoves:
         except (*REFUSALS, InvalidTransition):
             world.check_refusal(before)
             return
-        expected, _ = reference_output(client.prompt, client.sampling, len(client.tokens), client.seen)
+        expected, _ = reference_output(
+            client.prompt, client.sampling, len(client.tokens), client.seen, client.start
+        )
         if client.tokens != expected:
             raise InvariantViolation("O1", f"request {request.id} got {client.tokens}, alone {expected}")
         events = world.engine.scheduler.take_events()

@@ -39,6 +39,7 @@ class Expectation:
     held: Held | None = None  # it has come to its end and is kept
     before: int = 0  # output tokens that have become part of its prompt: something was put in behind them
     coming: list[int] = field(default_factory=list)  # tokens that were put in and are still to be delivered
+    start: int = 0  # what its adapter stands for
 
     def continues(self, injected: list[int], request: Request) -> None:
         """Tokens were put behind its own: from there on it is like a request with all of them as its prompt."""
@@ -195,6 +196,7 @@ def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> Non
             raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")
     leftovers = (state.requests, state.orders, state.prefilling, state.children, state.computing)
     held = (len(state.queue), state.rows.num_live, state.kv.fences, state.kv.tickets.open)
+    held += (state.adapters.rows, state.adapters.users)
     if any(leftovers) or any(held):
         raise InvariantViolation("L4", "something of a request is left behind")
     if any(part.num_free != part.num_places for level in state.kv.levels[1:] for part in level):

@@ -24,6 +24,7 @@ from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
+from tests.dst.adapters import AdapterMoves, draw_adapters
 from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
@@ -65,7 +66,7 @@ class World:
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
-        self.config = draw_levels(level_rng, self.config)
+        self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
@@ -85,6 +86,7 @@ class World:
             faults.late_moves = level_rng.choice((0, 3, 8))
             faults.copy_failure = level_rng.choice((0.0, 0.02, 0.1))
         self.runner = WatchedRunner(self.config, faults)
+        self.adapters = AdapterMoves(seed, self.config, self.runner)
         self.engine = build_engine(
             self.config,
             self.runner,
@@ -94,7 +96,9 @@ class World:
             make_pool=self.shortage.make_pool,
             make_checker=self._make_checker,
             guide_maker=FakeGuideMaker(self.guide_rng),
+            make_adapters=self.adapters.make,
         )
+        self.adapters.begin(self.engine)
         if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
         self.runner.scheduler = self.engine.scheduler
@@ -185,7 +189,7 @@ class World:
             -(-r.num_tokens // scheduler.state.dial.fewest) + r.max_total
             for r in scheduler.state.requests.values()
         )
-        allowed = 200 + 8 * work * (2 + config.max_preemptions)
+        allowed = 200 + 40 * len(scheduler.state.requests) + 8 * work * (2 + config.max_preemptions)
         for request in list(scheduler.state.requests.values()):
             if request.state is RequestState.PAUSED:
                 scheduler.resume(request.id)
@@ -202,7 +206,8 @@ class World:
         self.receive(self.engine.drain())
 
     def _count(self) -> None:
-        counters, counts = self.engine.scheduler.state.counters, self.coverage.counts
+        scheduler_state = self.engine.scheduler.state
+        counters, counts = scheduler_state.counters, self.coverage.counts
         counts["preempt"] += counters.preempted
         counts["swap"] += counters.swapped
         counts["fork"] += counters.forked
@@ -212,6 +217,8 @@ class World:
         counts["failed step"] += counters.failed_steps
         counts["nan row"] += self.runner.nan_rows
         counts["evict"] += sum(group.pool.num_evicted for group in self.engine.scheduler.state.kv.groups)
+        counts["adapter read"] += scheduler_state.adapters.read
+        counts["adapter evicted"] += scheduler_state.adapters.evicted
         counts["requests"] += counters.added
         counts["rejected"] += counters.rejected
         counts[f"mode {self.config.scheduler.mode}"] += 1
@@ -264,7 +271,9 @@ class World:
             client.tokens = client.tokens[: client.stop_at]
             client.stop_at, expected = None, client.tokens
         else:
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, seen=client.seen, start=client.start
+            )
             if held.reason.value != reason:
                 raise InvariantViolation("O1", f"request {held.request} is held for {held.reason.value}")
         if client.tokens != expected or held.num_output != client.before + len(client.tokens):
@@ -289,11 +298,15 @@ class World:
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
-            expected, reason = reference_output(client.prompt, client.sampling, seen=client.seen)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, seen=client.seen, start=client.start
+            )
             if ending.reason.value != reason:
                 raise InvariantViolation("O1", f"request {ending.request} ended by {ending.reason.value}")
         else:  # it was ended: what it got is a beginning
-            expected, reason = reference_output(client.prompt, client.sampling, len(got), client.seen)
+            expected, reason = reference_output(
+                client.prompt, client.sampling, len(got), client.seen, client.start
+            )
         if got != expected:
             raise InvariantViolation("O1", f"request {ending.request} got {got}, alone it gets {expected}")
         if ending.num_output - client.before != (len(got) if client.stop_at is None else client.stop_at):
@@ -318,6 +331,7 @@ class World:
         rng, traffic = self.rng, self.traffic
         self.changes.perhaps()
         self.trees.perhaps()
+        self.adapters.perhaps()
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
@@ -372,7 +386,14 @@ class World:
             sampling = replace(sampling, structured_outputs=self._structure())
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
         try:
-            ids = self.engine.add(prompt, sampling, tenant=tenant, service_level=service_level, tree=limits)
+            ids = self.engine.add(
+                prompt,
+                sampling,
+                tenant=tenant,
+                service_level=service_level,
+                tree=limits,
+                adapter=self.adapters.choose(),
+            )
         except REFUSALS:
             self.check_refusal(before)
             return
@@ -401,6 +422,7 @@ class World:
     def expect(self, rid: RequestId, prompt: list[int], tenant: str) -> None:
         request = self.engine.scheduler.state.requests[rid]
         client = Expectation(prompt, request.sampling, tenant, deadline_s=request.deadline_s)
+        client.start = self.adapters.start(request.adapter)
         self.clients[rid] = self.live[rid] = client
         self.due |= {rid} if request.deadline_s is not None else set()
         if self.trouble.cursed and self.rng.random() < self.trouble.cursed:

@@ -207,7 +207,7 @@ def test_a_server_without_a_folder_loads_nothing(tmp_path: Path) -> None:
         (("--lora-modules", "a=/nowhere"), "--lora-modules a: /nowhere: is not a folder"),
         (("--lora-modules", f"{MODEL}=/nowhere"), "is the name of the model"),
         (("--lora-dir", "/nowhere"), "--lora-dir /nowhere: there is no such folder"),
-        (("--enable-lora", "--cpu-backend", "native"), "--cpu-backend native: they compute no adapters yet"),
+        (("--enable-lora", "--max-loras", "2", "--mode", "static"), "--max-loras needs --mode continuous"),
     ],
 )
 def test_a_start_that_cannot_be(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:

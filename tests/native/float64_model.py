@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.models.files.adapter import Adapter
 from paceline.models.files.stored import TensorSource
 from tests.native.matrices import group_scales
 
@@ -14,12 +15,16 @@ Doubles = NDArray[np.float64]
 
 
 class Float64Model:
-    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, as in the kernels."""
+    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, as in the kernels; those of an
+    adapter's have not."""
 
-    def __init__(self, source: TensorSource, *, rounds_inputs: bool = True) -> None:
+    def __init__(
+        self, source: TensorSource, *, rounds_inputs: bool = True, adapter: Adapter | None = None
+    ) -> None:
         spec = source.spec
         assert spec.experts is None and not (spec.qk_norm or spec.qkv_bias or spec.sandwich_norms)
         self._source, self._spec, self._rounds = source, spec, rounds_inputs
+        self._added = {} if adapter is None else adapter.parts
 
     def logits(self, tokens: Sequence[int]) -> Doubles:
         """[tokens, vocabulary]."""
@@ -61,10 +66,15 @@ class Float64Model:
         return found
 
     def _product(self, name: str, x: Doubles) -> Doubles:
+        more: Doubles | float = 0.0
+        if name.startswith("model.layers."):
+            pair = self._added.get((int(name.split(".")[2]), name.split(".")[-1].removesuffix("_proj")))
+            if pair is not None:
+                more = x @ pair.a.astype(np.float64).T @ pair.b.astype(np.float64).T
         if self._rounds:
             q, scale = group_scales(x.astype(np.float32))
             x = (q * scale[..., None]).reshape(x.shape)
-        found: Doubles = x @ self._weight(name).T
+        found: Doubles = x @ self._weight(name).T + more
         return found
 
     def _weight(self, name: str) -> Doubles:

@@ -3,7 +3,8 @@
     python -m tests.native.random_steps --steps 200000            every address is looked up
     python -m tests.native.random_steps --steps 20000 --yields    threads let others go first at random
 
-Requests come, share prefixes, branch, are preempted, swapped and aborted, in every mode of batching. What is computed
+Requests come, share prefixes, branch, are preempted, swapped and aborted, in every mode of batching, in most seeds with
+adapters, which come and go. What is computed
 depends on the seed alone: a digest of all logits is the same for every number of threads and with every yield.
 """
 
@@ -16,26 +17,32 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.clock import ManualClock
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
+from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.factory import build_engine
+from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.code import Code
+from paceline.runner.native.layout import PARTS
 from paceline.runner.native.model import NativeModel, build_model, objection
 from paceline.runner.native.step import NativeStep
 from paceline.runner.sampling.sampler import Settled, Wanted
 from tests.bits import Changing
 from tests.kernels import checked_code
+from tests.native.adapters import make_adapter
 from tests.quantized_helpers import QuantizedSource
 
 VOCAB = 64
@@ -43,6 +50,7 @@ LONGEST = 96
 STEPS_PER_SEED = 500
 THREADS = (1, 2, 3, 8)
 STEP_S = 0.003
+NUM_ADAPTERS = 8
 
 
 def tiny(*, window: int | None = None, experts: bool = False, inner: int = 64) -> ModelSpec:
@@ -84,6 +92,13 @@ def model(kind: str) -> NativeModel:
     source = QuantizedSource(spec, dtype, mixed=True)
     assert not objection(source, 16)
     return build_model(source, spec.max_positions)
+
+
+@cache
+def an_adapter(kind: str, number: int) -> Adapter:
+    parts = (PARTS, ("q", "v"), ("k", "o", "down"))[number % 3]
+    dtype = ("float32", "bfloat16", "float16")[number % 3]
+    return make_adapter(MODELS[kind][0], (1, 4, 7, 16)[number % 4], parts, dtype, seed=number)
 
 
 class Digest:
@@ -151,7 +166,8 @@ def draw_config(rng: random.Random, spec: ModelSpec) -> EngineConfig:
 class Traffic:
     """Clients of one engine, from one seed."""
 
-    def __init__(self, seed: int, engine: Engine, clock: ManualClock) -> None:
+    def __init__(self, seed: int, engine: Engine, clock: ManualClock, *, has_adapters: bool) -> None:
+        self._has_adapters = has_adapters
         self._rng = random.Random(seed + 1)
         self._engine = engine
         self._clock = clock
@@ -161,6 +177,8 @@ class Traffic:
         rng = self._rng
         if rng.random() < 0.3:
             self._add()
+        if self._has_adapters and rng.random() < 0.1:
+            self._change_adapters()
         for act in (self._abort, self._fork, self._preempt):
             if rng.random() < 0.05:
                 act()
@@ -180,10 +198,18 @@ class Traffic:
             seed=rng.randrange(1 << 30),
             n=rng.choice((1, 1, 2)),
         )
+        known = [info.number for info in self._engine.adapters.infos()]
         try:
-            self._engine.add(prompt, sampling)
+            self._engine.add(prompt, sampling, adapter=rng.choice([NO_ADAPTER, *known]))
         except PacelineError:
             return  # the queue is full, or it can never fit
+
+    def _change_adapters(self) -> None:
+        """One comes, and one of more than two goes; the name says which it is."""
+        adapters = self._engine.adapters
+        adapters.load("", Path(str(self._rng.randrange(NUM_ADAPTERS))))
+        if len(known := adapters.infos()) > 2:
+            self._engine.unload_adapter(self._rng.choice(known).number)
 
     def _pick(self) -> RequestId | None:
         running = [
@@ -239,8 +265,15 @@ def run_seed(code: Code, seed: int, steps: int, threads: tuple[int, ...] = (1,),
         step.checks.yields = yields
     digest, clock = Digest(step), ManualClock()
     try:
-        engine = build_engine(config, CPURunner(config, digest), clock=clock)
-        traffic = Traffic(seed, engine, clock)
+        engine = build_engine(
+            config,
+            CPURunner(config, digest),
+            clock=clock,
+            make_adapters=lambda scheduler: Adapters(
+                scheduler, step.adapters, lambda path: an_adapter(kind, int(path.name))
+            ),
+        )
+        traffic = Traffic(seed, engine, clock, has_adapters=bool(seed % 3))
         while digest.steps < steps:
             traffic.turn()
             traffic.step()

@@ -33,7 +33,7 @@ def record_native(
     answers: Sequence[Prompt] = (),
 ) -> Record:
     """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels, drafts
-    come from `answers`."""
+    come from `answers`; see `record`."""
     steps: list[NativeStep] = []
 
     def make_step(config: EngineConfig) -> StepCompute:
@@ -43,7 +43,13 @@ def record_native(
 
     try:
         return record(
-            make_step, model.spec, prompts, around, num_new=num_new, num_blocks=num_blocks, answers=answers
+            make_step,
+            model.spec,
+            prompts,
+            around,
+            num_new=num_new,
+            num_blocks=num_blocks,
+            answers=answers,
         )
     finally:
         for step in steps:

@@ -128,11 +128,12 @@ EVERY = [(adapter, prompt) for prompt in range(3) for adapter in range(4)]
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
 def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path)
-    llm = LLM(str(made.folder), **OPTIONS)
-    for pair in EVERY[:6]:
-        ask(llm, [pair], made)
-    llm.reset_prefix_cache()
-    ask(llm, EVERY, made)
+    for backend in ("native", "torch"):
+        llm = LLM(str(made.folder), **OPTIONS, cpu_backend=backend)
+        for pair in EVERY[:6]:
+            ask(llm, [pair], made)
+        llm.reset_prefix_cache()
+        ask(llm, EVERY, made)
 
 
 def taught(model: Any, arrays: Arrays, scale: float, text: list[int]) -> Arrays:
@@ -204,6 +205,25 @@ def test_branches_have_the_adapter_of_their_request(llm: LLM, llama: Made) -> No
         if len(output.outputs) == 1 and len(output.outputs[0].token_ids) >= 4:
             llm.fork(output.request_id, append=())
     assert [tuple(each.token_ids) for each in output.outputs] == [llama.references[3][0].output] * 2
+
+
+def test_a_tree_has_an_adapter(llm: LLM, llama: Made) -> None:
+    with llm.tree(prompts()[0], GREEDY, lora_request=llama.adapters[2]) as tree:
+        tree.root.fork(2, append=())
+        found = [tuple(branch.token_ids) for branch in tree.held()]
+    assert found == [llama.references[2][0].output] * 2
+
+
+def test_a_search_hands_its_adapter_to_its_tree(
+    llm: LLM, llama: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tree(prompt: object, params: SamplingParams, *, lora_request: LoRARequest | None) -> None:
+        raise LookupError(lora_request)
+
+    monkeypatch.setattr(llm, "tree", tree)
+    with pytest.raises(LookupError) as caught:
+        llm.search("best_of", prompts()[0], GREEDY, n=2, lora_request=llama.adapters[3])
+    assert caught.value.args == (llama.adapters[3],)
 
 
 def test_a_folder_read_again_is_another_adapter(tmp_path: Path, llama: Made) -> None:
@@ -370,12 +390,10 @@ def test_adapters_of_the_start(llama: Made, tmp_path: Path) -> None:
     one, two = llm.loaded.engine.adapters.infos()
     assert (one.name, one.number, two.name, two.number) == ("one", 1, "two", 2)
     assert one.identity == two.identity
-    assert any("they compute no adapters yet" in notice for notice in llm.loaded.notices)
+    assert llm.loaded.hardware.runner["name"] == "native"
     with pytest.raises(ConfigError, match="--lora-modules bad: .*is not a folder"):
         LLM(str(llama.folder), **options, lora_modules=f"bad={tmp_path / 'none'}")
     with pytest.raises(ConfigError, match="--lora-modules must be NAME=FOLDER, not 'x'"):
         LLM(str(llama.folder), **options, lora_modules="x")
     with pytest.raises(ConfigError, match="--max-lora-rank 16"):
         LLM(str(llama.folder), **options, lora_modules=f"one={folder}", max_lora_rank=8)
-    with pytest.raises(ConfigError, match="--cpu-backend native: they compute no adapters yet"):
-        LLM(str(llama.folder), **OPTIONS, cpu_backend="native")

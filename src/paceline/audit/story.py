@@ -167,6 +167,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
+    if decision.reason is Rule.ADAPTER:
+        return f"{start}its adapter was not in memory"
     if decision.reason is Rule.LOADING:
         return f"{start}part of its prompt was coming from the disk"
     if decision.reason is Rule.SPARE and decision.blocks_needed == NO_NUMBER:

@@ -360,6 +360,7 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
+    max_loras: int = option(0, "most adapters in memory at once; 0: all", low=0, panel="Adapters")
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
@@ -393,6 +394,10 @@ class SchedulerConfig:
         flags = [f"--{name.replace('_', '-')}" for name in given]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(flags)} exclude each other: give one of them")
+        if self.max_loras and self.mode != "continuous":
+            raise ConfigError(
+                "--max-loras needs --mode continuous: a padded batch has all its adapters at once"
+            )
         if given and self.mode != "continuous":
             raise ConfigError(f"{flags[0]} needs --mode continuous: padded batches are not cut by time")
 

@@ -30,6 +30,18 @@ class CPUWork:
     call_s: float = 0.0  # seconds in the calls that compute steps
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Adapters of an engine at one moment, by their numbers."""
+
+    running: tuple[int, ...] = ()  # that rows have
+    waiting: tuple[int, ...] = ()  # that requests without a row have
+    resident: int = 0  # in memory
+    most: int = 0  # that may be; 0: all there are
+    read: int = 0  # times that one was read again
+    evicted: int = 0
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""

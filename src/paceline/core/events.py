@@ -145,6 +145,7 @@ class Rule(StrEnum):
     SPARE = "spare"
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
+    ADAPTER = "adapter"  # its adapter is not in memory, or is about to leave it; others may pass
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
     # load

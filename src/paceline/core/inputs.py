@@ -229,6 +229,14 @@ class SetAdapter(Input):
     identity: str
 
 
+@_logged_as("adapter_read")
+class AdapterRead(Input):
+    """An adapter that the scheduler asked for is in memory, or could not be read."""
+
+    number: int
+    failed: bool
+
+
 @_logged_as("done")
 class Done(Input):
     """The result of a step."""

@@ -371,9 +371,13 @@ class Engine:
     def _schedule(self) -> StepPlan | None:
         if self.guides.is_compiling:
             self.guides.let_in()
+        if self.adapters.is_reading:
+            self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
         plan = self.scheduler.schedule()
+        if self.scheduler.state.adapters.orders:
+            self.adapters.obey()
         if self.checker is not None:
             self.checker.after_schedule(plan)
         return plan

@@ -13,7 +13,7 @@ from paceline.core.events import StepEvents
 from paceline.engine.engine import Engine
 
 LONGEST_NAP_S = 0.5
-COMPILING_NAP_S = 0.001  # while a structure is compiled
+COMPILING_NAP_S = 0.001  # while a structure is compiled, or an adapter is read
 
 
 class Stepper:
@@ -36,6 +36,8 @@ class Stepper:
 
     def wait_s(self) -> float | None:
         """How long to sleep unless something comes in: 0 to step now, None for as long as nothing comes."""
+        if self._engine.adapters.is_reading and not self._engine.has_requests and self._engine.is_idle:
+            return COMPILING_NAP_S
         if self._stuck and self._engine.has_requests:
             # Every request waits for something outside, or for a moment in time.
             return self._seconds_to_wakeup()
@@ -51,7 +53,7 @@ class Stepper:
             self._on_events(self._engine.scheduler.take_events())
 
     def _seconds_to_wakeup(self) -> float:
-        if self._engine.guides.is_compiling:
+        if self._engine.guides.is_compiling or self._engine.adapters.is_reading:
             return COMPILING_NAP_S
         scheduler = self._engine.scheduler
         wakeup_s = scheduler.next_wakeup_s()

@@ -27,7 +27,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto",),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     "convert": ("auto", "none"),
-    "max_loras": tuple(range(1, 1025)),  # a step has as many as its rows name
 }
 
 
@@ -84,7 +83,6 @@ OPTIONS: Hints = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), _ONE_PROCESS),
     **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
     "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
-    "max_loras": "a step has as many adapters as its rows name; leave it out",
     "speculative_model": 'name it in speculative_config: \'{"model": "FOLDER"}\'',
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"), _MEDIA),
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",

@@ -294,11 +294,12 @@ class AsyncLLM(ModelHolder):
         hold_s: float = MAX_HOLD_S,
         tenant: str = DEFAULT_TENANT,
         service_tier: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[AsyncTree]:
         """A prompt, or a conversation, to make branches of. `async with llm.tree(...) as tree:` ends what is left.
 
         `max_rows`: branches that compute at the same time; `max_tokens`: output of all together; `hold_s`: how long a
-        branch is kept at its end.
+        branch is kept at its end. `lora_request`: the adapter that all of them are answered with.
         """
         front, arrival_s = self._front, self._engine.now_s
         params = sampling_params or front.default_sampling
@@ -308,7 +309,10 @@ class AsyncLLM(ModelHolder):
         name, reader = f"tree-{id(prepared):x}", Reader(asyncio.get_running_loop(), asyncio.Event())
 
         def add() -> RequestOutput:
-            output = front.open_tree(name, prepared, limits, arrival_s, service_level=level, tenant=tenant)
+            adapter = front.adapters.number(lora_request)
+            output = front.open_tree(
+                name, prepared, limits, arrival_s, service_level=level, tenant=tenant, adapter=adapter
+            )
             self._listeners[id(output)] = reader
             return output
 
@@ -325,12 +329,14 @@ class AsyncLLM(ModelHolder):
         kind: str,
         prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> SearchResult:
         """Search for an answer by branches; kinds and options as in `LLM.search`."""
         search = make_search(kind, options)
         params = search.sampling(sampling_params or self._front.default_sampling)
-        async with self.tree(prompt, params) as tree:
+        async with self.tree(prompt, params, lora_request=lora_request) as tree:
             return await search.run(tree)
 
     async def fork(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from paceline.core.adapter import NO_ADAPTER
 from paceline.core.request import DEFAULT_TENANT, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
@@ -132,6 +133,7 @@ class Frontend:
         *,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         tenant: str = DEFAULT_TENANT,
+        adapter: int = NO_ADAPTER,
     ) -> RequestOutput:
         """Add a prompt that generates nothing before it is told to: branches are made of it."""
         engine = self.engine
@@ -142,6 +144,7 @@ class Frontend:
             tenant=tenant,
             arrival_s=arrival_s,
             tree=limits,
+            adapter=adapter,
         )
         output = self.collector.open(name, prepared, [root], arrival_s)
         while engine.scheduler.state.requests[root].state is RequestState.BLOCKED:  # its grammar is compiled

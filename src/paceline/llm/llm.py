@@ -203,17 +203,21 @@ class LLM(ModelHolder):
         max_branches: int = MAX_TREE_BRANCHES,
         hold_s: float = MAX_HOLD_S,
         service_tier: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Tree:
         """A prompt, or a conversation, to make branches of. `with llm.tree(...) as tree:` ends what is left.
 
         `max_rows`: branches that compute at the same time; `max_tokens`: output of all together; `hold_s`: how long a
-        branch is kept at its end.
+        branch is kept at its end. `lora_request`: the adapter that all of them are answered with.
         """
         front, name = self._front, str(next(self._numbers))
         prepared = front.read_tree(prompt, sampling_params or front.default_sampling, hold_s)
         limits = TreeLimits(max_rows=max_rows, max_tokens=max_tokens, max_branches=max_branches)
         level = ServiceLevel(class_of(service_tier))
-        output = front.open_tree(name, prepared, limits, front.engine.now_s, service_level=level)
+        adapter = front.adapters.number(lora_request)
+        output = front.open_tree(
+            name, prepared, limits, front.engine.now_s, service_level=level, adapter=adapter
+        )
         return Tree(TreeInPlace(front, name, output, prepared.sampling))
 
     def search(
@@ -221,6 +225,8 @@ class LLM(ModelHolder):
         kind: str,
         prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> SearchResult:
         """Search for an answer by branches of a prompt or a conversation.
@@ -230,7 +236,7 @@ class LLM(ModelHolder):
         """
         search = make_search(kind, options)
         params = search.sampling(sampling_params or self._front.default_sampling)
-        with self.tree(prompt, params) as tree:
+        with self.tree(prompt, params, lora_request=lora_request) as tree:
             return now(search.run(AsyncTree(tree.backend)))
 
     def fork(

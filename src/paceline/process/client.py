@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
-from paceline.core.counters import Counters, CPUWork
+from paceline.core.counters import AdapterStats, Counters, CPUWork
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
@@ -100,6 +100,7 @@ class EngineStats:
     draft_width: int = 0  # most drafts of a request in a step, as of the last one
     draft_gain: float = 1.0  # speed over that without drafts, of the last steps
     cpu: CPUWork = field(default_factory=CPUWork)
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
     @property
     def prefix_queries(self) -> int:

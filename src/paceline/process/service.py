@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.adapter import AdapterInfo
 from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
 from paceline.core.request import ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
@@ -252,6 +253,7 @@ class EngineService:
             draft_width=0 if drafts is None else drafts.chosen,
             draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
             cpu=self._cpu_work(),
+            adapters=state.adapters.stats(),
         )
 
     def _check_load(self) -> None:
@@ -397,17 +399,23 @@ class EngineService:
         self._answers.append(frames.Extended(extend.question, rejected))
 
     def _load_adapter(self, load: frames.LoadAdapter) -> None:
-        info, rejected = None, None
-        try:
-            info = self._engine.adapters.load(
-                load.name, Path(load.folder), number=load.number, identity=load.identity
+        def answer(found: AdapterInfo | PacelineError) -> None:
+            info, rejected = (
+                (None, rejected_with(found)) if isinstance(found, PacelineError) else (found, None)
             )
+            self._answers.append(frames.AdapterLoaded(load.question, load.number, info, rejected))
+
+        adapters, folder = self._engine.adapters, Path(load.folder)
+        try:
+            if load.identity:  # requests with this number follow: it was there before this engine
+                answer(adapters.load(load.name, folder, number=load.number, identity=load.identity))
+            else:
+                adapters.load_later(load.name, folder, load.number, answer)
         except PacelineError as error:
-            rejected = rejected_with(error)
+            answer(error)
         except Exception:
             _logger.exception("the adapter %s could not be loaded", load.name)
-            rejected = rejected_with(InvalidAdapter("the adapter could not be loaded; the log has more"))
-        self._answers.append(frames.AdapterLoaded(load.question, load.number, info, rejected))
+            answer(InvalidAdapter("the adapter could not be loaded; the log has more"))
 
     def _send_forecast(self, first: int, forecast: Forecast | None) -> None:
         # Counted from when the HTTP process sent the request: the client counts from there too.

@@ -68,6 +68,15 @@ class DeviceRows:
             for table in self.tables
         )
 
+    def adapters_of(self, batch: FlatBatch) -> Index | None:
+        """The adapter of each token of a batch; None where no token has one."""
+        numbers = self.adapter[batch.rows]
+        if not numbers.any():
+            return None
+        # A row that has ended may have an adapter that is gone; padding belongs to no row.
+        of_rows = np.where(batch.masked, NO_ADAPTER, numbers)
+        return np.append(of_rows, NO_ADAPTER)[batch.row_of] if of_rows.any() else None
+
     def _join(self, joins: RowJoins) -> None:
         at = joins.row
         self.generation[at] = joins.generation

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import KVConfig, ModelConfig
-from paceline.core.adapter import NO_ADAPTER
 from paceline.core.counters import CPUWork
 from paceline.core.pulse import Pulse
-from paceline.models.adapters import AdapterTables, StepAdapters
+from paceline.models.adapters import AdapterTables
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import DraftNet
 from paceline.models.files.open import Checkpoint
@@ -51,6 +50,7 @@ class TorchStep:
 
     @torch.inference_mode()
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
+        numbers = rows.adapters_of(batch)
         with self.workers.step(len(batch.tokens)):
             attend = StepAttention(self.kv, rows, batch, scale=self.spec.softmax_scale, workers=self.workers)
 
@@ -65,17 +65,10 @@ class TorchStep:
                 torch.from_numpy(batch.lengths),
                 attend_and_beat,
                 self._tapped,
-                self._adapters_of(rows, batch),
+                None if numbers is None else self.adapters.of_tokens(numbers),
             )
         good: NDArray[np.bool_] = torch.isfinite(self._hidden).all(dim=-1).numpy()
         return good
-
-    def _adapters_of(self, rows: DeviceRows, batch: FlatBatch) -> StepAdapters | None:
-        # A row that has ended may have an adapter that is gone; padding belongs to no row.
-        of_rows = np.where(batch.masked, NO_ADAPTER, rows.adapter[batch.rows])
-        if not of_rows.any():
-            return None
-        return self.adapters.of_tokens(np.append(of_rows, NO_ADAPTER)[batch.row_of])
 
     def seen(self) -> tuple[list[Tensor], Tensor]:
         """Of the tokens of the last batch: the hidden states that the guessing model reads, and the last one."""

@@ -413,6 +413,15 @@ class Scheduler:
     def set_adapter(self, number: int, identity: str) -> None:
         """Note which adapter a number stands for, or with an empty identity that it stands for none any more."""
         self._input(inputs.SetAdapter(number=number, identity=identity))
+        if identity:
+            self.state.adapters.register(number, identity)
+        else:
+            self.state.adapters.forget(number)
+
+    def adapter_read(self, number: int, *, failed: bool = False) -> None:
+        """What was ordered is in memory, or cannot be."""
+        self._input(inputs.AdapterRead(number=number, failed=failed))
+        self.state.adapters.arrived(number, failed=failed)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have left: cached prefixes, and texts that drafts come from."""
@@ -512,6 +521,8 @@ class Scheduler:
         self._note(inputs.AddRequest.of(request, together))
         state.counters.added += 1
         state.requests[request.id] = request
+        if request.adapter:
+            state.adapters.add_request(request.adapter)
         state.enqueue(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:

@@ -48,6 +48,7 @@ from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
+from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.output_stats import OutputStats
@@ -181,6 +182,7 @@ class SchedulerState:
         self.queue = WaitingQueue(self.wishes)
         self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
         self.accounting = TenantAccounting(policy, self.queue)
+        self.adapters = AdapterPlaces(config.max_loras)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
         self.drafts = make_budget(config, kv.block_size, mode)
@@ -339,6 +341,8 @@ class SchedulerState:
         tenant = self.tenant_index(request.tenant)
         row = self.rows.take(request, self.orders[request.id], tenant, num_computed)
         self.joins.append(Join(row, request, source))
+        if request.adapter:
+            self.adapters.take_row(request.adapter)
         if request.tree is not None:
             request.tree.num_rows += 1
         if request.id != self.last_admitted:
@@ -350,6 +354,8 @@ class SchedulerState:
         row = request.row
         settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
+        if request.adapter:
+            self.adapters.leave_row(request.adapter, self.kv.submitted)
         if request.tree is not None:
             request.tree.num_rows -= 1
         self.prefilling.pop(request.id, None)
@@ -426,6 +432,8 @@ class SchedulerState:
         request.move(_FINISHED)
         request.finished_s = self.now_s
         del self.requests[request.id]
+        if request.adapter:
+            self.adapters.drop_request(request.adapter)
         del self.orders[request.id]
         if request.parent is not None:
             self._leave_family(request, request.parent)

@@ -25,6 +25,7 @@ from paceline.core.dial import DialKind
 from paceline.core.inputs import (
     INPUT_TYPES,
     AbortRequest,
+    AdapterRead,
     AddRequest,
     Block,
     Done,
@@ -134,6 +135,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
             Unblock(request=one),
         ),
         SetAdapter(number=2, identity="ab12"),
+        AdapterRead(number=2, failed=True),
         *(ResetCache(), Done(seq=4), StepFailed(), Shrink(), FailAll(), Withheld(blocks=(3, 0))),
         *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
     ]

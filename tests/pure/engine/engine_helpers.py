@@ -21,6 +21,7 @@ from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
+from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.factory import build_engine
@@ -29,6 +30,7 @@ from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
+from tests.fake_adapters import HeldReads, Memory, read
 from tests.fakes import DeviceFault, FakeRunner, reference_output
 
 _KV_OPTIONS = frozenset(spec.name for spec in fields(KVConfig))
@@ -192,6 +194,7 @@ class Bench:
         self.before: dict[
             int, int
         ] = {}  # output tokens that count as prompt: something was put in behind them
+        self.reads = HeldReads()
         self.watch = Watch()
         self.seen = self.watch.seen
         self.maker = KeyMaker(self.config.kv.block_size, bytes(32))
@@ -204,6 +207,7 @@ class Bench:
             policy=policy,
             make_pool=make_pool,
             make_checker=self.watch.watch,
+            make_adapters=lambda scheduler: Adapters(scheduler, Memory(), read, self.reads),
         )
         self.scheduler: Scheduler = self.engine.scheduler
         self.state = self.scheduler.state
@@ -215,7 +219,7 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree")
+        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree", "adapter")
         urgent = {name: options.pop(name) for name in ServiceLevel._fields if name in options}
         options["service_level"] = ServiceLevel(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.inputs import SetAdapter
 from paceline.core.sampling import SamplingParams
-from paceline.engine.adapters import Adapters
+from paceline.engine.adapters import Adapters, ThreadedReads
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidAdapter, UnknownAdapter
 from paceline.factory import build_engine
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter import Adapter
 from paceline.scheduler.scheduler import Scheduler
+from tests.fake_adapters import HeldReads, Memory, read
 from tests.fakes import FakeRunner
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
-NOTHING = np.zeros((1, 1), np.float32)
-
-
-class Memory:
-    """What a runner would hold."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, str] = {}
-
-    def put(self, number: int, adapter: Adapter) -> None:
-        self.held[number] = adapter.identity
-
-    def drop(self, number: int) -> None:
-        del self.held[number]
-
-
-def read(folder: Path) -> Adapter:
-    """An adapter whose identity is the number its folder is called by."""
-    if not folder.name.isdigit():
-        raise InvalidAdapter(f"{folder} is no adapter")
-    return Adapter(identity=f"{int(folder.name):064x}", rank=4, parts={(0, "q"): LowRank(NOTHING, NOTHING)})
 
 
 def make(depth: int = 1) -> tuple[Engine, Memory]:
@@ -131,3 +112,120 @@ def test_an_engine_without_adapters_loads_none() -> None:
     engine = build_engine(config, FakeRunner(config))
     with pytest.raises(InvalidAdapter, match="started without adapters"):
         engine.adapters.load("a", Path("7"))
+
+
+# ---------------------------------------------------------------- fewer places than adapters
+
+
+def crowded(depth: int = 1) -> tuple[Engine, Memory, HeldReads]:
+    """Three adapters, the first of them in the only place."""
+    scheduler = SchedulerConfig(max_num_seqs=4, max_loras=1)
+    config = EngineConfig(kv=KVConfig(num_blocks=64), scheduler=scheduler, depth=depth)
+    memory, reads = Memory(), HeldReads()
+    engine = build_engine(
+        config,
+        FakeRunner(config),
+        clock=ManualClock(10.0),
+        make_adapters=lambda scheduler: Adapters(scheduler, memory, read, reads),
+    )
+    for folder in ("7", "8", "9"):
+        engine.adapters.load(folder, Path(folder))
+    assert list(memory.held) == [1]
+    return engine, memory, reads
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_adapters_take_turns_in_one_place(depth: int) -> None:
+    engine, memory, reads = crowded(depth)
+    step = engine.step_overlapped if depth else engine.step
+    asked = {engine.add([1, 2, number], SAMPLING, adapter=number)[0]: number for number in (1, 2, 3, 2)}
+    ended: list[int] = []
+    for _ in range(100):
+        ended += [asked[finished.request] for finished in step().finished]
+        assert len(memory.held) <= 1
+        reads.finish()
+        if not engine.has_requests:
+            break
+    assert ended == [1, 2, 3, 2], "no request passes one that waits for the place"
+    assert engine.scheduler.state.adapters.read == 3
+
+
+def test_steps_go_on_while_a_folder_is_read() -> None:
+    engine, memory, reads = crowded()
+    (other,) = engine.add([5, 6], SAMPLING)
+    (request,) = engine.add([1, 2], SAMPLING, adapter=2)
+    for _ in range(4):
+        engine.step()
+    assert engine.adapters.is_reading and list(reads.waiting) == [2] and not memory.held
+    assert engine.scheduler.num_tokens_of(engine.scheduler.state.requests[other]) > 4, "it runs meanwhile"
+    reads.finish()
+    engine.step()
+    assert list(memory.held) == [2]
+    while engine.has_requests:
+        engine.step()
+    assert not engine.adapters.is_reading and request not in engine.scheduler.state.requests
+
+
+def test_a_folder_that_has_changed_ends_its_requests_and_no_others() -> None:
+    engine, memory, reads = crowded()
+    (other,) = engine.add([5, 6], SAMPLING)
+    (request,) = engine.add([1, 2], SAMPLING, adapter=2)
+    engine.step()
+    reads.waiting[2] = lambda: read(Path("77"))
+    reads.finish()
+    finished = [each for _ in range(20) for each in engine.step().finished]
+    endings = {each.request: each.detail for each in finished}
+    assert endings[request] == "internal_error" and endings[other] != "internal_error"
+    assert not memory.held
+    engine.add([1, 2], SAMPLING, adapter=3)
+    engine.step()
+    assert list(reads.waiting) == [3], "the place is free for others"
+
+
+def test_one_that_is_unloaded_while_it_is_read_takes_no_place() -> None:
+    engine, memory, reads = crowded()
+    (request,) = engine.add([1, 2], SAMPLING, adapter=2)
+    engine.step()
+    engine.abort(request)
+    engine.unload_adapter(2)
+    reads.finish()
+    engine.step()
+    assert not memory.held and engine.adapters.identity_of(2) == ""
+    assert not engine.scheduler.state.adapters.coming
+
+
+def test_a_load_in_a_thread_is_answered_when_it_is_done() -> None:
+    engine, _, reads = crowded()
+    answers: list[object] = []
+    engine.adapters.load_later("a", Path("11"), 4, answers.append)
+    engine.adapters.load_later("b", Path("none"), 5, answers.append)
+    with pytest.raises(InvalidAdapter, match="was used before"):
+        engine.adapters.load_later("c", Path("12"), 5, answers.append)
+    engine.step()
+    assert not answers and engine.adapters.is_reading
+    with pytest.raises(UnknownAdapter):
+        engine.add([1], SAMPLING, adapter=4)
+    reads.finish()
+    engine.step()
+    loaded, refused = answers
+    assert getattr(loaded, "number", 0) == 4 and isinstance(refused, InvalidAdapter)
+    engine.add([1], SAMPLING, adapter=4)
+
+
+def test_folders_are_read_in_a_thread() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(folder: Path) -> Adapter:
+        started.set()
+        go_on.wait(5)
+        return read(folder)
+
+    reads = ThreadedReads()
+    reads.start(3, lambda: slow(Path("7")))
+    assert started.wait(5) and reads.done() == []
+    go_on.set()
+    until_s = time.monotonic() + 5
+    while not (found := reads.done()):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert found[0][0] == 3 and found[0][1]().rank == 4

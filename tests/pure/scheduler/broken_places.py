@@ -1,8 +1,9 @@
-"""Ways to break what holds of requests that take the places of others, of paused ones, of trees, and of levels."""
+"""Ways to break what holds of places taken from others, of paused requests, of trees, of levels and of adapters."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from paceline.config.engine import PreemptionCosts
@@ -181,3 +182,65 @@ def more_is_written_than_the_disk_may_take(planned: PlannedState) -> None:
 def what_is_dear_is_loaded(planned: PlannedState) -> None:
     number = next(iter(planned.state.requests))
     planned.decisions.append(Decision(DecisionKind.LOAD, number, Rule.LOADS, 4, seconds=9.0))
+
+
+def adapted() -> PlannedState:
+    """Request 1 has adapter 1, request 2 adapter 2, request 3 none; there are two places."""
+    bench = Bench(engine_config(max_loras=2))
+    for number in (1, 2, 3):
+        bench.engine.adapters.load("", Path(str(number)))
+    for number in (1, 2, 0):
+        bench.add(prompt(9, number), 20, adapter=number)
+    bench.step(2)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("rows_have_their_adapter", adapted)
+def a_row_has_an_adapter_that_is_not_in_memory(planned: PlannedState) -> None:
+    del planned.state.adapters.resident[1]
+
+
+@breaks("rows_have_their_adapter", adapted)
+def a_rows_number_stands_for_nothing(planned: PlannedState) -> None:
+    planned.state.adapters.identities[2] = ""
+
+
+def adapted_and_joining() -> PlannedState:
+    """The same, when the rows join."""
+    bench = Bench(engine_config())
+    bench.engine.adapters.load("", Path("1"))
+    bench.add(prompt(9, 1), 20, adapter=1)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("rows_have_their_adapter", adapted_and_joining)
+def a_row_joins_with_the_adapter_of_another(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    joins = planned.plan.joins
+    planned.plan = planned.plan._replace(joins=replace(joins, adapter=joins.adapter + 1))
+
+
+@breaks("no_adapter_with_rows_is_evicted", adapted)
+def a_row_of_an_adapter_is_not_counted(planned: PlannedState) -> None:
+    del planned.state.adapters.rows[1]
+
+
+@breaks("no_adapter_with_rows_is_evicted", adapted)
+def a_request_with_an_adapter_is_not_counted(planned: PlannedState) -> None:
+    planned.state.adapters.users[2] += 1
+
+
+@breaks("no_adapter_with_rows_is_evicted", adapted)
+def an_adapter_leaves_under_its_rows(planned: PlannedState) -> None:
+    places = planned.state.adapters
+    places.leaving[1] = places.resident.pop(1) or 0
+
+
+@breaks("no_adapter_with_rows_is_evicted", adapted)
+def an_adapter_leaves_under_a_step(planned: PlannedState) -> None:
+    planned.state.adapters.last_plan[3] = planned.kv.submitted
+
+
+@breaks("no_adapter_with_rows_is_evicted", adapted)
+def there_are_more_adapters_than_places(planned: PlannedState) -> None:
+    planned.state.adapters.coming.add(3)

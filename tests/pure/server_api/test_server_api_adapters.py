@@ -10,6 +10,7 @@ import pytest
 
 from paceline.core.adapter import AdapterInfo
 from paceline.errors import InvalidAdapter, UnknownAdapter
+from paceline.server.access.caller import Caller
 from paceline.server.errors import UnknownModel, UnsupportedRoute, problem_of
 from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.pure.models.made import config, spec_of
@@ -139,3 +140,28 @@ def test_without_a_folder_nothing_is_loaded() -> None:
         with pytest.raises(UnsupportedRoute, match="--lora-dir"):
             made.ask(route, {"lora_name": "poet", "lora_path": "poet"})
     assert "poet" in client.adapters
+
+
+def test_a_key_uses_the_adapters_it_may_and_hears_of_no_others() -> None:
+    made, client = api(info("poet", 3), info("clerk", 4))
+    mine, none, admin = Caller(adapters=frozenset({"poet"})), Caller(adapters=frozenset()), Caller()
+    assert made.ask(CHAT, body("poet"), caller=mine)["model"] == "poet"
+    made.ask(CHAT, body("tiny"), caller=none)
+    made.ask(CHAT, body("clerk"), caller=admin)
+    assert [each.get("adapter", 0) for each in client.submitted] == [3, 0, 4]
+    for caller, name in ((mine, "clerk"), (none, "poet"), (mine, "nothing")):
+        for route, given in (
+            (CHAT, body(name)),
+            ("/v1/completions", {"model": name, "prompt": "hi"}),
+            ("/v1/messages", body(name) | {"max_tokens": 3}),
+            ("/v1/responses", {"model": name, "input": "hi"}),
+            ("/tokenize", {"model": name, "prompt": "hi"}),
+            ("/detokenize", {"model": name, "tokens": [1]}),
+        ):
+            with pytest.raises(UnknownModel, match=f"the model '{name}' is not loaded; there is tiny, alias"):
+                made.ask(route, given, caller=caller)
+        with pytest.raises(UnknownModel):
+            made.ask("/v1/models/{id:path}", method="GET", path={"id": name}, caller=caller)
+    assert len(client.submitted) == 3
+    listed = made.ask("/v1/models", method="GET", caller=mine)["data"]
+    assert [card["id"] for card in listed] == ["tiny", "alias", "poet"]

@@ -30,6 +30,7 @@ WHOLE = {
     "tokens_per_minute": 1_000_000,
     "max_concurrency": 16,
     "lowest_priority_number": -3,
+    "adapters": ["poet", "clerk"],
     "prices": {"prompt": 0.5, "cached_prompt": 0.1, "output": 2, "kv_block_second": 1e-4},
 }
 
@@ -44,6 +45,7 @@ def test_all_an_entry_says_reaches_the_caller() -> None:
     assert (caller.tenant, caller.service_class, caller.weight) == ("team-a", "interactive", 2.5)
     assert (caller.requests_per_minute, caller.tokens_per_minute) == (600, 1_000_000)
     assert (caller.max_concurrency, caller.lowest_priority_number) == (16, -3)
+    assert caller.adapters == {"poet", "clerk"}
     prices = {"prompt": "0.5", "cached_prompt": "0.1", "output": "2", "kv_block_second": "0.0001"}
     assert caller.prices == Prices(**{name: Decimal(price) for name, price in prices.items()})
 
@@ -91,6 +93,9 @@ def test_there_are_four_classes(name: str) -> None:
         ("tokens_per_minute", 10**13),
         ("max_concurrency", "4"),
         ("lowest_priority_number", 2**31),
+        ("adapters", "poet"),
+        ("adapters", [""]),
+        ("adapters", [3]),
         ("prices", 5),
         ("prices", {"prompt": -1}),
         ("prices", {"output": "1"}),

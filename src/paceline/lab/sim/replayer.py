@@ -363,6 +363,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.Unblock: Scheduler.unblock,
     inputs.ResetCache: Scheduler.reset_prefix_cache,
     inputs.SetAdapter: Scheduler.set_adapter,
+    inputs.AdapterRead: lambda scheduler, number, failed: scheduler.adapter_read(number, failed=failed),
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,

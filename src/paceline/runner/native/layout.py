@@ -16,6 +16,10 @@ A weight is scale * q + offset. Quantised inputs stand four rows abreast, a tile
 Keys and values of one layer are cut into sub-blocks of 16 tokens; a block of the scheduler is one or more of them:
 
     sub-block  [kv head](keys [head dim][16 tokens], values [16 tokens][head dim])  float32
+
+An adapter has two matrices for each part of a layer that it changes, of 16 or 32 bits:
+
+    A        [rank][inputs], ranks filled up with zeros to a multiple of four;   B   panels of 16 outputs, [rank][16]
 """
 
 from __future__ import annotations
@@ -119,7 +123,14 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_DRAW_PARTS,
     S_LISTED,
     S_MAXIMA,
-) = range(0, 608, 8)
+    S_ADAPTED,
+    S_NUM_ADAPTED_BLOCKS,
+    S_ADAPTED_BLOCKS,
+    S_ADAPTED_TOKENS,
+    S_LOW,
+    S_LOW_STEP,
+    S_LOW_PART,
+) = range(0, 664, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,
@@ -166,6 +177,25 @@ def panel_bytes(kind: int, inputs: int) -> int:
     E_DOWN_KIND,
     E_DOWN,
 ) = range(0, 48, 8)
+# In the row of one part of a layer of an adapter; an address of 0: it leaves that part as it is. Kinds are those of
+# panels.
+(
+    M_A_KIND,
+    M_A,
+    M_B_KIND,
+    M_B,
+    M_RANKS,
+) = range(0, 40, 8)
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in the order of these rows
+PART_Q, PART_K, PART_V, PART_O, PART_GATE, PART_UP, PART_DOWN = range(7)
+NUM_PARTS = len(PARTS)
+# In a block of tokens that have one adapter: its table, and where the tokens stand among all that have one.
+(
+    B_ADAPTER,
+    B_FIRST,
+    B_COUNT,
+) = range(0, 24, 8)
+ADAPTED_BLOCK_BYTES = 24
 # In a tile of queries: tokens of one row that attention takes together.
 (
     T_FIRST,
@@ -200,9 +230,9 @@ def _fields(prefix: str) -> dict[str, int]:
 
 
 STEP, LAYER, EXPERT = _fields("S_"), _fields("L_"), _fields("E_")
-DRAW, PART = _fields("D_"), _fields("P_")
+DRAW, PART, MATRICES = _fields("D_"), _fields("P_"), _fields("M_")
 LAYER_BYTES, EXPERT_BYTES, QUERY_TILE_BYTES = 8 * len(LAYER), 8 * len(EXPERT), 24
-DRAW_BYTES, PART_BYTES = 8 * len(DRAW), 8 * len(PART)
+DRAW_BYTES, PART_BYTES, PART_MATRICES_BYTES = 8 * len(DRAW), 8 * len(PART), 8 * len(MATRICES)
 MOST_QUERY_TOKENS = 16  # in a tile of queries
 ROW_BLOCK = 64  # rows of a piece of `heads`, where there are many
 MOST_THREADS = 256  # more than there can be
@@ -225,7 +255,19 @@ NO_PIECES = 1 << 40
 C_HARMLESS, C_RANGES = 64, 128
 ALLOW = "paceline_allow"  # takes the address of the table
 # Kernels that can be called alone (`kernels.probe`).
-PROBES = ("panel", "quantise", "norm", "attend", "activate", "rotate", "exp", "embed", "draw")
+PROBES = (
+    "panel",
+    "quantise",
+    "norm",
+    "attend",
+    "activate",
+    "rotate",
+    "exp",
+    "embed",
+    "draw",
+    "shrink",
+    "expand",
+)
 # What the compiled code offers, and what it needs from the C library.
 SYMBOLS = ("paceline_enter", "paceline_probe")
 LIBC = ("sched_yield", "sem_wait", "sem_post", "clock_gettime", "memcpy", "memset", "memmove")

@@ -14,6 +14,7 @@ from paceline.core.counters import CPUWork
 from paceline.core.pulse import Pulse
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.machine_load import FreeCores
+from paceline.runner.native.adapters import NativeAdapters
 from paceline.runner.native.code import Code
 from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.kv_pool import KVPool
@@ -48,6 +49,7 @@ class NativeStep:
     ) -> None:
         self.spec = model.spec
         self.kv = KVPool(model.spec, config.kv)
+        self.adapters = NativeAdapters(model.spec)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
         self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
         self.team = Team(code, self.memory.parameters, threads)
@@ -81,7 +83,9 @@ class NativeStep:
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         count = self._count = len(batch.tokens)
         self._check(rows, batch)
-        self.memory.load(batch, rows.tables, due)
+        numbers = rows.adapters_of(batch)
+        adapters = None if numbers is None else self.adapters.of_tokens(numbers)
+        self.memory.load(batch, rows.tables, due, adapters)
         self.memory.parameters.set(only_logits=0)
         if self._free is not None:
             self._threads = self._free.refresh(count)

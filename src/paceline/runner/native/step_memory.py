@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.runner.device_rows import FlatBatch
+from paceline.runner.native.adapters import StepAdapters
 from paceline.runner.native.checks import Range, aligned
 from paceline.runner.native.kv_pool import KVPool
 from paceline.runner.native.layout import (
@@ -16,6 +17,7 @@ from paceline.runner.native.layout import (
     LAYER,
     LINE,
     MOST_QUERY_TOKENS,
+    NUM_PARTS,
     Q4_UNPACKED,
     ROW_BLOCK,
     SUB_BLOCK,
@@ -38,6 +40,8 @@ class StepMemory:
         self._max_length = max_length
         self.parameters = Parameters()
         self._tokens = self._sampled = 0  # what there is room for
+        self._ranks = 0  # of adapters
+        self._adapters: StepAdapters | None = None  # of the step
         self.logits: Floats = np.zeros((0, 0), np.float32)
         self._constants()
         self.grow(TILE, TILE)
@@ -95,8 +99,12 @@ class StepMemory:
         for name, width in (("residual", hidden), ("delta", hidden), ("queries", queries)):
             p.point(name, aligned(count * width * 4))
         self._make_input("normed", count * hidden, has_floats=True)
-        self._make_input("attended", count * queries)
-        self._make_input("gated", max(count * inner, self._make_experts(count)))
+        # What adapters are multiplied with is not quantised.
+        self._make_input("attended", count * queries, has_floats=self._ranks > 0)
+        self._make_input("gated", max(count * inner, self._make_experts(count)), has_floats=self._ranks > 0)
+        if self._ranks:
+            p.point("low", aligned(count * NUM_PARTS * self._ranks * 4))
+            p.set(low_part=self._ranks * 4, low_step=NUM_PARTS * self._ranks * 4)
         self.finite = np.ones(count, np.int64)
         self._sampled_at = np.full(count, -1, np.int64)
         p.point("finite", self.finite)
@@ -141,11 +149,16 @@ class StepMemory:
         self._make_input("expert_x", entries * hidden)
         return entries * experts.intermediate_size
 
-    def load(self, batch: FlatBatch, tables: list[Column], sampled: Column) -> None:
+    def load(
+        self, batch: FlatBatch, tables: list[Column], sampled: Column, adapters: StepAdapters | None = None
+    ) -> None:
         """Point the parameters at a batch; `sampled` are the tokens whose logits are wanted."""
         count = len(batch.tokens)
+        if adapters is not None and adapters.ranks > self._ranks:
+            self._ranks, self._tokens = adapters.ranks, 0  # all buffers are made anew
         self.grow(count, 0)
         p = self.parameters
+        self._point_at(adapters)
         tiles = query_tiles(batch, padding_row=len(tables[0]) - 1)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("tiles", tiles)):
             p.point(name, np.ascontiguousarray(values, np.int64))
@@ -159,6 +172,16 @@ class StepMemory:
         layers[:, LAYER["table"]] = np.array([table.ctypes.data for table in tables])[groups]
         layers[:, LAYER["table_width"]] = np.array([table.shape[1] for table in tables])[groups]
 
+    def _point_at(self, adapters: StepAdapters | None) -> None:
+        p, self._adapters = self.parameters, adapters
+        if adapters is None:
+            p.set(adapted=0)
+            return
+        p.point("adapted", adapters.of_token)
+        p.point("adapted_tokens", adapters.tokens)
+        p.point("adapted_blocks", adapters.blocks)
+        p.set(num_adapted_blocks=len(adapters.blocks))
+
     def ranges(self) -> list[Range]:
         """What the layers point to."""
         found = [
@@ -167,6 +190,7 @@ class StepMemory:
         ]
         found += [Range.of("slots", slots) for slots in self._slots]
         found += [Range.of("block table", table) for table in self._tables]
+        found += [] if self._adapters is None else self._adapters.ranges()
         return found + self._model.ranges
 
     def sample(self, count: int, sampled: Column) -> None:

@@ -35,7 +35,9 @@ START_S = 5.0
 
 # What threads look at between steps, and what a step reads and never writes.
 _WAITING = ("sync", "sleeping", "semaphores")
-_READ_ONLY = frozenset({"tokens", "positions", "tiles", "layers", "sampled"})
+_READ_ONLY = frozenset(
+    {"tokens", "positions", "tiles", "layers", "sampled", "adapted", "adapted_tokens", "adapted_blocks"}
+)
 
 _logger = logging.getLogger("paceline")
 

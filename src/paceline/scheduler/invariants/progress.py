@@ -33,6 +33,8 @@ def work_is_done_when_there_is_any(context: CheckContext) -> str | None:
         gate_closed = not state.mode.admit_limit(state.queue.view(state.now_s), state.rows.num_live)
         if request.state is RequestState.WAITING and gate_closed:
             continue
+        if state.adapters.coming and request.adapter and not state.adapters.is_there(request.adapter):
+            continue  # one is being read
         return f"nothing is planned although request {request.id} is {request.state.value}"
     return None
 

@@ -24,9 +24,9 @@ from paceline.scheduler.step.draft import StepDraft
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
-# A request that waits for a prefix, for its own copy, for the disk or for another branch of its tree waits for no room,
-# and one that leaves room leaves it to others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.LOADING))
+# A request that waits for a prefix, for its own copy, for the disk, for its adapter or for another branch of its tree
+# waits for no room, and one that leaves room leaves it to others: requests behind it may be admitted.
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.LOADING, Rule.ADAPTER))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -87,6 +87,8 @@ class Admission:
     def judge(self, request: Request, has_row: bool = False) -> Verdict:
         """Whether a waiting request can be admitted now. `has_row`: whether it could if it had a row."""
         kv, ahead = self._state.kv, self._state.ahead_of(request)
+        if request.adapter and not self._state.adapters.is_there(request.adapter):
+            return Verdict(Rule.ADAPTER, ahead)
         no_row = None if has_row else self._no_row(request)
         if no_row is not None:
             return Verdict(no_row, ahead)
@@ -112,6 +114,9 @@ class Admission:
         if rule is Rule.LOADING:
             assert verdict.start is not None and verdict.start.load is not None
             self.loading.waits(request, verdict.start.load)
+        if request.adapter:
+            adapters = self._state.adapters
+            (adapters.want if rule is Rule.ADAPTER else adapters.claim)(request.adapter)
         if self._deferred.get(request.id) != rule:
             if len(self._deferred) > 4 * len(self._state.requests) + 1024:
                 self._deferred = {}

@@ -44,6 +44,8 @@ class Composer:
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
         self.admission.loading.waiting.clear()
+        if state.adapters.identities:
+            state.adapters.begin_step(state.kv.completed)
         if state.drafts is not None:
             draft.unsure = state.unsure_rows()
         if state.promoted:
@@ -429,6 +431,13 @@ class Composer:
         Not before the last step of the batch before has completed: only then is all of its memory free.
         """
         if self._state.flights:
+            return
+        missing = [
+            each for each in candidates if each.adapter and not self._state.adapters.is_there(each.adapter)
+        ]
+        for request in missing:
+            self.admission.defer(request, Verdict(Rule.ADAPTER, self._state.ahead_of(request)), draft)
+        if missing:
             return
         shape = self._state.mode.shape(candidates, self._rectangle_fits)
         if shape is None:

@@ -27,7 +27,7 @@ from paceline.server.billing.pricing import BLOCK_DECIMALS, TOKEN_DECIMALS, deci
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
-FIELDS = ("name", "sha256", "enabled", "admin", "class", "weight", *BOUNDS, "prices")
+FIELDS = ("name", "sha256", "enabled", "admin", "class", "weight", *BOUNDS, "prices", "adapters")
 PRICES = tuple(spec.name for spec in fields(Prices))
 
 
@@ -72,6 +72,7 @@ def read_entry(entry: Any, where: str) -> Key:
         service_class=service_class,
         weight=weight,
         prices=_prices(entry.get("prices"), where),
+        adapters=_adapters(entry.get("adapters"), where),
         **limits,
     )
 
@@ -80,6 +81,14 @@ def _check_known(entry: Mapping[Any, Any], known: tuple[str, ...], where: str) -
     unknown = [name for name in entry if name not in known]
     if unknown:
         raise BadKeysFile(f"{where}: there is no field {str(unknown[0])!r:.80}; there are {', '.join(known)}")
+
+
+def _adapters(given: Any, where: str) -> frozenset[str] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+        raise BadKeysFile(f"{where}: adapters must be a list of names; leave it out to allow all")
+    return frozenset(given)
 
 
 def _prices(given: Any, where: str) -> Prices:

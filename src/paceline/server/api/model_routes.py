@@ -16,7 +16,7 @@ from paceline.models.files.sampling_defaults import described_sampling
 from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, list_of, map_of, text, whole
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import LARGEST, messages_kind, model_field, template_fields
-from paceline.server.api.openai_requests import ParsedBody, checked_model, template_options
+from paceline.server.api.openai_requests import ParsedBody, check_caller, checked_model, template_options
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
@@ -25,12 +25,14 @@ from paceline.server.generate.service import INLINE_CHARS, Service, check_prompt
 
 def model_routes(service: Service) -> list[Route]:
     async def list_all(call: Call) -> Answer:
-        cards = [_card(name, service) for name in (*service.model.names, *service.client.adapters)]
+        adapters = [name for name in service.client.adapters if call.caller.may_name(name)]
+        cards = [_card(name, service) for name in (*service.model.names, *adapters)]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def show(call: Call) -> Answer:
         name = checked_model(call.path["id"], service.facts)
+        check_caller(call.caller, name, service.facts)
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     return [
@@ -147,6 +149,7 @@ class TokenRoutes:
         service = self._service
         read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
         body = self._body(read.fields)
+        check_caller(call.caller, body.model, service.facts)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
@@ -169,7 +172,7 @@ class TokenRoutes:
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
         read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
-        checked_model(read.fields.get("model"), service.facts)
+        check_caller(call.caller, checked_model(read.fields.get("model"), service.facts), service.facts)
         ids = read.fields["tokens"]
         service.tokenizer.check_ids(ids, param="tokens")
         text = await service.work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -85,12 +86,31 @@ class MetricsPage(Collector):
         build = InfoMetricFamily(self._prefix + "build", "The version that runs.", labels=())
         build.add_metric((), {"version": __version__})
         yield build
+        yield from self._adapters(make)
         labels = cache_labels(self._client)
         if labels is not None:
             name, text = self._prefix + "cache_config", "Sizes and types of the KV cache."
             info = InfoMetricFamily(name, text, labels=LABELS)
             info.add_metric((self.model_name, "0"), labels)
             yield info
+
+    def _adapters(self, make: Families) -> Iterable[Metric]:
+        """Where adapters are served. The names are the operator's: a client cannot add to them."""
+        stats, known = self._client.stats.adapters, self._client.adapters
+        if not known:
+            return
+        names = {info.number: name for name, info in known.items()}
+        yield make.gauge("adapters", "Adapters that requests may name.", len(known))
+        yield make.gauge("adapters_resident", "Adapters in memory.", stats.resident)
+        yield make.counter("adapters_read", "Adapters read again because a request needed them.", stats.read)
+        yield make.counter("adapters_evicted", "Adapters evicted to make a place for others.", stats.evicted)
+        labels = {
+            "max_lora": str(stats.most or len(known)),
+            "running_lora_adapters": ",".join(sorted(names[each] for each in stats.running if each in names)),
+            "waiting_lora_adapters": ",".join(sorted(names[each] for each in stats.waiting if each in names)),
+        }
+        text = "Adapters of running and waiting requests; the value is the time."
+        yield make.gauge("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
 
     def _generations(self, make: Families) -> Iterable[Metric]:
         requests = self._requests

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.runner.native import layout as at
+from paceline.runner.native.kernels.adapters import add_adapters
 from paceline.runner.native.kernels.emit import kernel
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import activate, exp, quantise_row
@@ -115,10 +116,13 @@ def add_experts(chosen, per_token, places, parts, hidden, to):
 
 
 @kernel
-def gate_and_up(p, kinds, piece, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked):
+def gate_and_up(
+    p, kinds, piece, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked, adapted
+):
     """32 columns of activation(gate) * up of some rows, into the inputs of the product down from row `first` on.
 
-    At `kinds` stand kind and address of the gate's panels, then of the others.
+    At `kinds` stand kind and address of the gate's panels, then of the others. `adapted`: the layer whose adapters add
+    to both, where tokens have some; else 0.
     """
     activation, is_quantised = get_int(p + at.S_ACTIVATION), get_int(p + at.S_IS_QUANTISED)
     gate_kind, gate, up_kind, up = (
@@ -132,6 +136,9 @@ def gate_and_up(p, kinds, piece, x, quantised, scales, first, rows, hidden, inne
         gates, number = scratch + 64 * half, piece * 2 + half
         panel(gate_kind, gate, number, x, quantised, scales, rows, hidden, gates, 128, unpacked)
         panel(up_kind, up, number, x, quantised, scales, rows, hidden, ups, 64, unpacked)
+        if adapted != 0:
+            add_adapters(p, adapted, at.PART_GATE, number, 0, rows, gates, 128)
+            add_adapters(p, adapted, at.PART_UP, number, 0, rows, ups, 64)
         for row in range(rows):
             value = activate(activation, load_floats(gates + 128 * row), load_floats(ups + 64 * row))
             store_floats(gates + 128 * row, value)
@@ -140,7 +147,7 @@ def gate_and_up(p, kinds, piece, x, quantised, scales, first, rows, hidden, inne
         if is_quantised:
             to, to_scales = get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
             quantise_row(source, first + row, inner, piece * 32, 32, to, to_scales)
-        else:
+        if adapted != 0 or not is_quantised:
             to = get_int(p + at.S_GATED) + ((first + row) * inner + piece * 32) * 4
             store_floats(to, load_floats(source))
             store_floats(to + 64, load_floats(source + 64))
@@ -229,7 +236,19 @@ def _gated_by_expert(p, layer, scratch, unpacked):
             quantised = get_int(p + at.S_EXPERT_X_Q) + first * hidden
             scales = get_int(p + at.S_EXPERT_X_SCALES) + first * (hidden // 32) * at.INPUT_SCALES
             gate_and_up(
-                p, kinds, piece % columns, x, quantised, scales, first, rows, hidden, inner, scratch, unpacked
+                p,
+                kinds,
+                piece % columns,
+                x,
+                quantised,
+                scales,
+                first,
+                rows,
+                hidden,
+                inner,
+                scratch,
+                unpacked,
+                0,
             )
 
 

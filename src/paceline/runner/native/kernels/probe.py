@@ -6,6 +6,7 @@ often to do it.
 
 from __future__ import annotations
 
+from paceline.runner.native.kernels.adapters import expand, shrink
 from paceline.runner.native.kernels.attention import attend
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import kernel
@@ -15,7 +16,7 @@ from paceline.runner.native.kernels.scalars import float_of_bits, get_int
 from paceline.runner.native.kernels.simd import load_floats, store_floats, zeros
 from paceline.runner.native.layout import PROBES, S_HAS_LISTS
 
-PANEL, QUANTISE, NORM, ATTEND, ACTIVATE, ROTATE, EXP, EMBED, DRAW = range(len(PROBES))
+PANEL, QUANTISE, NORM, ATTEND, ACTIVATE, ROTATE, EXP, EMBED, DRAW, SHRINK, EXPAND = range(len(PROBES))
 
 
 @kernel
@@ -61,6 +62,36 @@ def _attend(a):
 
 
 @kernel
+def _shrink(a):
+    """A with some tokens, one after the other."""
+    kind, matrix, x, inputs, ranks = (
+        get_int(a),
+        get_int(a + 8),
+        get_int(a + 16),
+        get_int(a + 24),
+        get_int(a + 32),
+    )
+    to, step = get_int(a + 40), get_int(a + 48)
+    for token in range(get_int(a + 56)):
+        shrink(kind, matrix, x + token * inputs * 4, inputs, ranks, to + token * step)
+
+
+@kernel
+def _expand(a):
+    """All panels of B with up to four tokens."""
+    kind, b, ranks, low, low_step = (
+        get_int(a),
+        get_int(a + 8),
+        get_int(a + 16),
+        get_int(a + 24),
+        get_int(a + 32),
+    )
+    rows, out, step = get_int(a + 40), get_int(a + 48), get_int(a + 56)
+    for index in range(get_int(a + 64)):
+        expand(kind, b, index, ranks, low, low_step, rows, out + 64 * index, step)
+
+
+@kernel
 def probe(which, a):
     """One kernel, as often as the number at `a` says; its arguments follow."""
     times = get_int(a)
@@ -95,3 +126,7 @@ def probe(which, a):
             embed(get_int(a), get_int(a + 8), get_int(a + 16), get_int(a + 24), get_int(a + 32))
         elif which == DRAW:
             draw(get_int(a), True, get_int(get_int(a) + S_HAS_LISTS) != 0, get_int(a + 8), 0)
+        elif which == SHRINK:
+            _shrink(a)
+        elif which == EXPAND:
+            _expand(a)

@@ -150,7 +150,7 @@ def _panel8(w, x, scales, rows, inputs, out, step):
 
 
 @kernel
-def _dense_tile(sums, kind, w, x, inputs, x_step):
+def dense_tile(sums, kind, w, x, inputs, x_step):
     """A tile with a panel of 16 or 32 bits; inputs are floats, a row every `x_step` bytes."""
     if kind == F32:
         for _ in range(inputs):
@@ -174,16 +174,16 @@ def _dense_tile(sums, kind, w, x, inputs, x_step):
 def _dense_panel(kind, w, x, rows, inputs, out, step):
     x_step = inputs * 4
     while rows >= 4:
-        store_rows(_dense_tile(zeros(4), kind, w, x, inputs, x_step), out, step)
+        store_rows(dense_tile(zeros(4), kind, w, x, inputs, x_step), out, step)
         x += 4 * x_step
         out += 4 * step
         rows -= 4
     if rows == 3:
-        store_rows(_dense_tile(zeros(3), kind, w, x, inputs, x_step), out, step)
+        store_rows(dense_tile(zeros(3), kind, w, x, inputs, x_step), out, step)
     elif rows == 2:
-        store_rows(_dense_tile(zeros(2), kind, w, x, inputs, x_step), out, step)
+        store_rows(dense_tile(zeros(2), kind, w, x, inputs, x_step), out, step)
     elif rows == 1:
-        store_rows(_dense_tile(zeros(1), kind, w, x, inputs, x_step), out, step)
+        store_rows(dense_tile(zeros(1), kind, w, x, inputs, x_step), out, step)
 
 
 @kernel

@@ -2,6 +2,8 @@
 
     embed | rows heads attention output rows gated down | ... every layer ... | last logits draw
 
+Where rows have adapters, a phase before each product makes what they add to it (`adapters`).
+
 `rows` adds what the phase before computed to the residual, norms it and quantises it; `heads` makes queries, keys and
 values of one head; `output` and `down` are products back to the model's width. Which thread takes which piece never
 changes a number. Every thread passes every meeting, also without work. Everything is read by address from the
@@ -13,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.runner.native import layout as at
+from paceline.runner.native.kernels.adapters import add_adapters, shrink_inputs
 from paceline.runner.native.kernels.attention import attend
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import kernel
@@ -114,6 +117,7 @@ def _heads(p, layer, scratch, unpacked):
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     heads, kv_heads, dim = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     blocks = (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
+    is_adapted = get_int(p + at.S_ADAPTED) != 0
     while True:
         piece = take(sync, 1)
         if piece >= (heads + 2 * kv_heads) * blocks:
@@ -121,11 +125,13 @@ def _heads(p, layer, scratch, unpacked):
         head, start = piece // blocks, piece % blocks * at.ROW_BLOCK
         rows = min(at.ROW_BLOCK, count - start)
         if head < heads:
-            kind, w, index = get_int(layer + at.L_Q_KIND), get_int(layer + at.L_Q), head
+            part, kind, w, index = at.PART_Q, get_int(layer + at.L_Q_KIND), get_int(layer + at.L_Q), head
         elif head < heads + kv_heads:
-            kind, w, index = get_int(layer + at.L_K_KIND), get_int(layer + at.L_K), head - heads
+            part, index = at.PART_K, head - heads
+            kind, w = get_int(layer + at.L_K_KIND), get_int(layer + at.L_K)
         else:
-            kind, w, index = get_int(layer + at.L_V_KIND), get_int(layer + at.L_V), head - heads - kv_heads
+            part, index = at.PART_V, head - heads - kv_heads
+            kind, w = get_int(layer + at.L_V_KIND), get_int(layer + at.L_V)
         x = get_int(p + at.S_NORMED) + start * hidden * 4
         quantised = get_int(p + at.S_NORMED_Q) + start * hidden
         scales = get_int(p + at.S_NORMED_SCALES) + start * (hidden // 32) * 16
@@ -134,6 +140,8 @@ def _heads(p, layer, scratch, unpacked):
             panel(
                 kind, w, number, x, quantised, scales, rows, hidden, scratch + 64 * column, dim * 4, unpacked
             )
+            if is_adapted:
+                add_adapters(p, layer, part, number, start, rows, scratch + 64 * column, dim * 4)
         for row in range(rows):
             _place_head(p, layer, head, start + row, scratch + row * dim * 4)
 
@@ -223,36 +231,43 @@ def _place_result(p, token, head, values):
     if get_int(p + at.S_IS_QUANTISED):
         x, scales = get_int(p + at.S_ATTENDED_Q), get_int(p + at.S_ATTENDED_SCALES)
         quantise_row(values, token, width, head * dim, dim, x, scales)
-    else:
+    if get_int(p + at.S_ADAPTED) != 0 or not get_int(p + at.S_IS_QUANTISED):
         to = get_int(p + at.S_ATTENDED) + (token * width + head * dim) * 4
         for offset in range(0, dim * 4, 64):
             store_floats(to + offset, load_floats(values + offset))
 
 
 @kernel
-def _product(p, kind, w, x, quantised, scales, inputs, unpacked):
+def _product(p, layer, part, kind, w, x, quantised, scales, inputs, unpacked):
     """delta = a product back to the model's width, a panel and a block of rows at a time."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
-    delta, panels = get_int(p + at.S_DELTA), hidden // at.COLUMNS
+    delta, panels, is_adapted = (
+        get_int(p + at.S_DELTA),
+        hidden // at.COLUMNS,
+        get_int(p + at.S_ADAPTED) != 0,
+    )
     while True:
         piece = take(sync, 1)
         if piece >= panels:
             break
         panel(kind, w, piece, x, quantised, scales, count, inputs, delta + 64 * piece, hidden * 4, unpacked)
+        if is_adapted:
+            add_adapters(p, layer, part, piece, 0, count, delta + 64 * piece, hidden * 4)
 
 
 @kernel
 def _gated(p, layer, scratch, unpacked):
     """activation(gate) * up, 32 columns at a time: an input of the product down."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
-    inner, x = get_int(p + at.S_INNER), get_int(p + at.S_NORMED)
+    inner, x, kinds = get_int(p + at.S_INNER), get_int(p + at.S_NORMED), layer + at.L_GATE_KIND
     quantised, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
+    adapted = layer if get_int(p + at.S_ADAPTED) != 0 else 0
     while True:
         piece = take(sync, 1)
         if piece >= inner // 32:
             break
         gate_and_up(
-            p, layer + at.L_GATE_KIND, piece, x, quantised, scales, 0, count, hidden, inner, scratch, unpacked
+            p, kinds, piece, x, quantised, scales, 0, count, hidden, inner, scratch, unpacked, adapted
         )
 
 
@@ -305,9 +320,19 @@ def _logits(p, unpacked):
 @kernel
 def _layer(p, layer, is_first, before, scratch, unpacked, laps):
     """One layer; `before` is the layer before it."""
-    after, heads = get_int(before + at.L_NORM_AFTER_FEED_FORWARD), get_int(p + at.S_HEADS)
+    after, width = (
+        get_int(before + at.L_NORM_AFTER_FEED_FORWARD),
+        get_int(p + at.S_HEADS) * get_int(p + at.S_HEAD_DIM),
+    )
+    normed, hidden, is_adapted = (
+        get_int(p + at.S_NORMED),
+        get_int(p + at.S_HIDDEN),
+        get_int(p + at.S_ADAPTED) != 0,
+    )
     _rows(p, get_int(layer + at.L_NORM_BEFORE_ATTENTION), after, 0, not is_first, scratch)
     meet(p, laps, LAP_ROWS)
+    if is_adapted:
+        shrink_inputs(p, layer, at.PART_Q, 3, normed, hidden, laps)
     _heads(p, layer, scratch, unpacked)
     meet(p, laps, LAP_HEADS)
     _attention(p, layer, scratch)
@@ -318,7 +343,9 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
         get_int(p + at.S_ATTENDED_Q),
         get_int(p + at.S_ATTENDED_SCALES),
     )
-    _product(p, kind, w, x, quantised, scales, heads * get_int(p + at.S_HEAD_DIM), unpacked)
+    if is_adapted:
+        shrink_inputs(p, layer, at.PART_O, 1, x, width, laps)
+    _product(p, layer, at.PART_O, kind, w, x, quantised, scales, width, unpacked)
     meet(p, laps, LAP_PRODUCTS)
     after, bias = get_int(layer + at.L_NORM_AFTER_ATTENTION), get_int(layer + at.L_OUTPUT_BIAS)
     _rows(p, get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD), after, bias, True, scratch)
@@ -326,11 +353,15 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
     if get_int(layer + at.L_ROUTER) != 0:
         feed_experts(p, layer, scratch, unpacked, laps)
         return
+    if is_adapted:
+        shrink_inputs(p, layer, at.PART_GATE, 2, normed, hidden, laps)
     _gated(p, layer, scratch, unpacked)
     meet(p, laps, LAP_GATED)
     kind, w = get_int(layer + at.L_DOWN_KIND), get_int(layer + at.L_DOWN)
     x, quantised, scales = get_int(p + at.S_GATED), get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
-    _product(p, kind, w, x, quantised, scales, get_int(p + at.S_INNER), unpacked)
+    if is_adapted:
+        shrink_inputs(p, layer, at.PART_DOWN, 1, x, get_int(p + at.S_INNER), laps)
+    _product(p, layer, at.PART_DOWN, kind, w, x, quantised, scales, get_int(p + at.S_INNER), unpacked)
     meet(p, laps, LAP_PRODUCTS)
 
 
