@@ -77,7 +77,7 @@ def made_up(spec: ModelSpec, rank: int) -> Adapter:
 
 @contextmanager
 def loaded(given: Given, *, has_adapters: bool) -> Iterator[LLM]:
-    more = {"enable_lora": True, "max_gpu_loras": given.adapters, "max_lora_rank": given.rank}
+    more = {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.rank}
     with tempfile.TemporaryDirectory() as folder:
         options = write_shape(given.shape, Path(folder)) | OPTIONS | {"max_num_seqs": max(sizes_of(given))}
         llm = LLM(**options | (more if has_adapters else {}))

@@ -490,7 +490,9 @@ def _on_gpu(
         checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
     )
     on_progress("preparing kernels", 0, 0)
-    room = AdapterRoom.of(model)
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
+    if room is not None:
+        given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)
     config = _engine_config(checkpoint, sizes)
     if drafts is not None:

@@ -360,7 +360,9 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
-    max_loras: int = option(0, "most adapters in memory at once; 0: all", low=0, panel="Adapters")
+    max_loras: int = option(
+        0, "most adapters in memory at once; 0: all, on a GPU 16", low=0, panel="Adapters"
+    )
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
@@ -507,9 +509,6 @@ class ModelConfig(CheckedOptions):
         None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
     )
     max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
-    max_gpu_loras: int = option(
-        16, "adapters that a GPU has room for at a time", low=1, high=1024, panel="Adapters"
-    )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 

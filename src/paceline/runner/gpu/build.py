@@ -124,7 +124,7 @@ def choose_gpu_sizes(
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
             taken, options = (
-                ("buffers", "") if adapters is None else ("buffers and adapters", "--max-gpu-loras, ")
+                ("buffers", "") if adapters is None else ("buffers and adapters", "--max-loras, ")
             )
             raise ConfigError(
                 f"after the weights {free / GIB:.1f} GiB of the GPU are free, {buffers / GIB:.1f} go to {taken} and "
