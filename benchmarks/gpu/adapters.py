@@ -7,9 +7,9 @@
 The first loads a shape with made-up weights twice, without adapters and with made-up ones on all seven matrices, and
 lets rows decode in turns: *off* is the engine without, *unused* the other one with rows that name none, *one* rows of
 the same adapter, *half* every second row with one of the others, *all* every row. Shares are of the speed of *off*.
-Then requests name adapters of which more are registered than there are places, by Zipf's law, against the same requests
-for one of them: images are in host memory, no folder is read. Then a profile says what a step with adapters takes longer
-for. The second times ways to cut the kernels.
+Then requests name adapters of which more are registered than there are places, by Zipf's law, against requests for one
+of them: images are in host memory, no folder is read. A profile says what a step with adapters takes longer for. The
+second times ways to cut the kernels.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,8 @@ def sizes_of(given: Given) -> list[int]:
 def load_adapters(llm: LLM, given: Given) -> list[int]:
     """The numbers of the adapters that are registered, whose places hold the same matrices."""
     adapters = llm.loaded.engine.adapters
-    image = adapters._memory.prepare(made_up(llm.loaded.checkpoint.spec, given.rank))
+    memory: Any = adapters._memory
+    image = memory.prepare(made_up(llm.loaded.checkpoint.spec, given.rank))
     adapters._read = lambda folder: replace(image, identity=folder.name.zfill(64))
     return [adapters.load("made up", Path(str(number))).number for number in range(given.registered)]
 
