@@ -360,7 +360,7 @@ class SchedulerConfig:
         choices=STATIC_ORDERS,
         panel="Batching",
     )
-    max_loras: int = option(0, "most adapters in memory; 0: all, on a GPU 16", low=0, panel="Adapters")
+    max_loras: int = option(0, "most adapters in memory; 0: all, GPU 16", low=0, panel="Queue and preemption")
     long_prefill_share: float = option(
         0.5, "share of a step's tokens that one prompt may take while others wait", low=1e-6, high=1.0
     )
