@@ -32,7 +32,7 @@ from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams
 from paceline.engine.adapters import AdapterMemory, Adapters
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError, InvalidAdapter
+from paceline.errors import ConfigError
 from paceline.factory import build_engine
 from paceline.models.files.adapter import open_adapter
 from paceline.models.files.open import Checkpoint, open_checkpoint
@@ -73,7 +73,13 @@ def folders(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def make_engine(checkpoint: Checkpoint, *, on_gpu: bool, drafts: DraftConfig | None = None) -> Engine:
-    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, drafts=drafts)
+    scheduler = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        max_model_len=128,
+        drafts=drafts,
+        max_loras=ROOM.places if on_gpu else 0,
+    )
     kv = KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),))
     config = EngineConfig(kv=kv, scheduler=scheduler, depth=1)
     spec, device = checkpoint.spec, torch.device("cpu")
@@ -148,18 +154,15 @@ def test_rows_with_adapters_verify_drafts(
     assert True in adapted, "no step had drafts"
 
 
-def test_a_place_is_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """What an adapter does not have is nothing there, whatever the one before it had."""
+def test_places_are_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> None:
+    """Three adapters and two places. What an adapter does not have is nothing there, whatever the one before it had."""
     cpu, gpu = make_engine(checkpoint, on_gpu=False), make_engine(checkpoint, on_gpu=True)
-    gpu.adapters.load("first", folders[0])
-    gpu.adapters.load("second", folders[1])
-    with pytest.raises(InvalidAdapter, match="room for 2 adapters"):
-        gpu.adapters.load("third", folders[2])
-    gpu.adapters.unload(2)
-    answers(gpu, [1])
-    cpu.adapters.load("third", folders[2])
-    number = gpu.adapters.load("third", folders[2]).number
-    assert answers(gpu, [number, NO_ADAPTER]) == answers(cpu, [1, NO_ADAPTER])
+    for engine in (cpu, gpu):
+        for folder in folders:
+            engine.adapters.load(folder.name, folder)
+    assert len(gpu.scheduler.state.adapters.resident) == ROOM.places
+    assert answers(gpu, [2, 1, 3]) == answers(cpu, [2, 1, 3])
+    assert gpu.scheduler.state.adapters.evicted > 0
 
 
 def test_their_room_is_taken_from_the_blocks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
