@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.config.engine import ModelConfig
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import RowJoins
+from paceline.errors import InvalidAdapter
 from paceline.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from paceline.models.files.adapter import Adapter, LowRank
 from paceline.models.spec import ModelSpec
