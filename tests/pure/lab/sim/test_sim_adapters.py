@@ -17,7 +17,7 @@ from tests.fake_adapters import read
 
 
 def workload(count: int = 150) -> Workload:
-    arrival_s = np.arange(count) * 0.01
+    arrival_s = np.arange(count, dtype=np.float64) * 0.01
     return Workload.of_one_tenant(
         "adapters", arrival_s, np.full(count, 200, np.int32), np.full(count, 30, np.int32)
     )
