@@ -75,9 +75,8 @@ def storm(num_folders: int, num_requests: int, places: int) -> None:
             alone.append(said[request])
             engine.unload_adapter(info.number)
     assert len({tuple(each) for each in alone}) > num_folders // 2
-    draw = random.Random(3)
-    asked: dict[int, int] = {}
-    said = {}
+    draw, said = random.Random(3), {}
+    asked: dict[int, int] = {}  # requests and the folders of their adapters
     with engine_of(places) as engine:
         there = {engine.adapters.load("", Path(str(number))).number: number for number in range(num_folders)}
         while len(asked) < num_requests:

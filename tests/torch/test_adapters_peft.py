@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,11 @@ TIGHT = {"max_num_batched_tokens": 13, "num_blocks": 16, "max_num_seqs": 8}
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    try:
-        import peft
-    except ImportError:
+    if find_spec("peft") is None:
         if os.environ.get("PACELINE_REQUIRE_PEFT") == "1":
             pytest.fail("peft is not installed: pip install peft==0.21.2")
         pytest.skip("peft is not installed")
-    return peft
+    return import_module("peft")
 
 
 def adapted(peft: Any, model: Any, made: tuple[tuple[str, ...], int, int, bool], seed: int) -> Any:
