@@ -53,6 +53,7 @@ from paceline.scheduler.policy import make_policy
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+from paceline.text.vocabulary import guide_maker
 
 if TYPE_CHECKING:
     from paceline.models.files.draft_head import HeadFiles
@@ -63,6 +64,10 @@ if TYPE_CHECKING:
     from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
+NO_PROMPT_LIMIT = (
+    "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have one size "
+    "(--max-num-batched-tokens)"
+)
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -236,7 +241,7 @@ def load_model(
         hooks=None if disk is None else PrefixKeyHooks(KeyMaker(config.kv.block_size, disk.store.key)),
         recorder=recorder,
         about={"runner": hardware.runner},
-        guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
+        guide_maker=guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
     if disk is not None:
@@ -305,21 +310,15 @@ def _on_cpu(
     kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    known = (
-        config.kv.block_size,
-        kv_dtype,
-        about,
-        model.quantization,
-        drafts and (drafts.method, drafts.model),
-    )
+    drafting = drafts and (drafts.method, drafts.model)
+    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
     disk = DiskLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
-    kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
-        kv_dtype=model.cpu_kv_dtype,
-        kv_bytes=kv_bytes,
+        kv_dtype=kv_dtype,
+        kv_bytes=config.kv.num_blocks * per_block,
         runner=backend.about,
         quantization=model.quantization,
     )
@@ -497,10 +496,7 @@ def _on_gpu(
     from paceline.runner.sizing import block_seconds
 
     if given.get("max_num_prompt_tokens"):
-        raise ConfigError(
-            "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have "
-            "one size (--max-num-batched-tokens)"
-        )
+        raise ConfigError(NO_PROMPT_LIMIT)
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     head = None
     if drafts is not None and drafts.model:
@@ -592,20 +588,6 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     if model.tokenizer is None:
         return Tokenizer.from_checkpoint(checkpoint)
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
-
-
-def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
-    """What makes guides of structures: nothing is read or loaded before the first of them."""
-    from paceline.guide.compile import GuideCompiler
-    from paceline.guide.matcher import mask_threads
-    from paceline.text.vocabulary import vocabulary_of
-
-    objection = ""
-    if tokenizer is None:
-        objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
-    # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
-    originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:
