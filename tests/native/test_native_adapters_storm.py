@@ -83,7 +83,8 @@ def storm(num_folders: int, num_requests: int, places: int) -> None:
             if draw.random() < 0.02:  # one goes, and one comes under a new number
                 number = draw.choice(list(there))
                 engine.unload_adapter(number)
-                again = there.pop(number) if draw.random() < 0.5 else draw.randrange(num_folders)
+                gone = there.pop(number)
+                again = gone if draw.random() < 0.5 else draw.randrange(num_folders)
                 there[engine.adapters.load("", Path(str(again))).number] = again
             while len(engine.scheduler.state.requests) < 24 and len(asked) < num_requests:
                 popular = draw.random() < 0.5
