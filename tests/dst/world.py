@@ -41,8 +41,9 @@ from tests.dst.settings import (
 )
 from tests.dst.trees import TreeMoves, has_trees
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
-from tests.fakes import DeviceFault, Faults, reference_output
+from tests.fakes import DeviceFault, Faults
 from tests.guides import VOCAB, FakeGuide, FakeGuideMaker
+from tests.reference_output import reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
 ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache

@@ -31,7 +31,8 @@ from paceline.policy import Policy
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
 from tests.fake_adapters import HeldReads, Memory, read
-from tests.fakes import DeviceFault, FakeRunner, reference_output
+from tests.fakes import DeviceFault, FakeRunner
+from tests.reference_output import reference_output
 
 _KV_OPTIONS = frozenset(spec.name for spec in fields(KVConfig))
 _SMALL: dict[str, Any] = {

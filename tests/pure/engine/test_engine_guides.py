@@ -10,9 +10,10 @@ from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 from paceline.factory import build_engine
 from paceline.scheduler.invariants import InvariantChecker
-from tests.fakes import FakeRunner, reference_output
+from tests.fakes import FakeRunner
 from tests.guides import FakeGuide
 from tests.pure.engine.engine_helpers import engine_config, prompt
+from tests.reference_output import reference_output
 
 
 class Maker:

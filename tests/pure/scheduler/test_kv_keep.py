@@ -9,8 +9,8 @@ from paceline.core.kv_keep import KVKeep
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from tests.fakes import reference_output
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.reference_output import reference_output
 
 SIZE = 4
 KEPT = KVKeep(first=6, recent=9)

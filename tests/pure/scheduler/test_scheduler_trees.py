@@ -10,8 +10,8 @@ from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import FinishReason, RequestId, RequestState
 from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, TreeFull, UnknownRequest
-from tests.fakes import reference_output
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.reference_output import reference_output
 
 
 def bench_of(depth: int = 0, **options: object) -> Bench:

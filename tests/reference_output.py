@@ -1,0 +1,62 @@
+"""What a request must get from the runner without a model (`tests.fakes`), computed alone and without a cache."""
+
+from __future__ import annotations
+
+from paceline.core.sampling import SamplingParams
+from tests.guides import PRIME, FakeGuide
+
+MASK = (1 << 64) - 1
+
+
+def reference_output(
+    prompt: list[int],
+    sampling: SamplingParams,
+    at_most: int | None = None,
+    seen: int = 0,
+    block_size: int = 1,
+    before: int = 0,
+    start: int = 0,
+) -> tuple[list[int], str]:
+    """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
+
+    With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
+    `block_size` counts for a request that drops blocks, and so does how much of its prompt is output (`before`).
+    `start`: what its adapter stands for.
+    """
+    value, num_prompt = start, len(prompt) - before
+    for position, token in enumerate(prompt):
+        salt = unseen(sampling, position, num_prompt, block_size) if before else 0
+        value = (value * PRIME + token + 1 + salt) & MASK
+    seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
+    output: list[int] = []
+    limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)
+    guide = FakeGuide.of(sampling, seen)
+    if guide is not None and guide.is_over:
+        return [], "stop"
+    while len(output) < limit:
+        token = (((value ^ seed) * PRIME) & MASK) >> 44  # 20 bits: below VOCAB
+        if guide is not None:
+            token = guide.choose(token)
+            guide.consume((token,))
+        output.append(token)
+        if token < stop_below:
+            return output, "stop"
+        if guide is not None and guide.is_over:
+            return output, "length" if len(output) == sampling.max_tokens else "stop"
+        position = len(prompt) + len(output) - 1
+        salt = unseen(sampling, position, num_prompt, block_size)
+        value = (value * PRIME + token + 1 + salt) & MASK
+    return output, "length"
+
+
+def unseen(sampling: SamplingParams, position: int, num_prompt: int, block_size: int) -> int:
+    """Tokens before it that the token at a position must not see: they are part of its hash."""
+    kept = sampling.kv_keep
+    if kept is None:
+        return 0
+    return (kept.end(position, num_prompt, block_size) - kept.start(block_size)) * block_size
+
+
+def stop_bound(sampling: SamplingParams) -> int:
+    """Tokens below the first stop id stop: a range, so that random tokens hit it with a chosen probability."""
+    return sampling.stop_token_ids[0] if sampling.stop_token_ids else 0
