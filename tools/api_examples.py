@@ -72,7 +72,19 @@ class Recorder:
         found |= {f"GET {path}": {"response": self._json("GET", path)} for path in READ}
         for path, body in CHANGED.items():
             found[f"PUT {path}"] = {"request": body, "response": self._json("PUT", path, body)}
-        return found | self._requests() | self._trees() | self._batches()
+        return found | self._requests() | self._trees() | self._batches() | self._sleep()
+
+    def _sleep(self) -> dict[str, dict[str, Json]]:
+        """The model is put to sleep and woken, under both names."""
+        path, level = "/v1/models/{id}", "?level=1&mode=abort"
+        at = path.replace("{id}", self.model)
+        return {
+            f"POST {path}/sleep": {"response": self._json("POST", f"{at}/sleep{level}")},
+            f"POST {path}/wake": {"response": self._json("POST", f"{at}/wake")},
+            "POST /sleep": {"response": self._json("POST", f"/sleep{level}")},
+            "GET /is_sleeping": {"response": self._json("GET", "/is_sleeping")},
+            "POST /wake_up": {"response": self._json("POST", "/wake_up")},
+        }
 
     def _requests(self) -> dict[str, dict[str, Json]]:
         """A request that is changed while it runs, and explained."""

@@ -33,7 +33,14 @@ MODEL = "a-model"
 VLLM = frozenset(
     {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config"),
-        *("lora_requests_info", "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"),
+        *(
+            "lora_requests_info",
+            "num_preemptions",
+            "prompt_tokens",
+            "prompt_tokens_cached",
+            "generation_tokens",
+            "request_success",
+        ),
         *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
         *("request_time_per_output_token_seconds", "request_queue_time_seconds"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from openai import OpenAI
 
-from tests.e2e.client_server import ADMIN, KEY, ClientServer, client_server
+from tests.e2e.batch_client import COMPLETIONS, begin, jsonl, request, results, wait
+from tests.e2e.client_server import ADMIN, KEY, NARROW_KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import run, run_process
 from tests.model_folder import write_model, write_weights
@@ -61,9 +65,11 @@ class SeveralModels(ClientServer):
 
 
 @contextmanager
-def several(folder: Path, models: list[dict[str, Any]], **more: Any) -> Iterator[SeveralModels]:
+def several(
+    folder: Path, models: list[dict[str, Any]], *, flags: tuple[str, ...] = (), **more: Any
+) -> Iterator[SeveralModels]:
     kind = type("Served", (SeveralModels,), {"file": {"models": models, **more}})
-    with client_server(folder, kind=kind, PACELINE_ADMIN_KEY=ADMIN) as server:
+    with client_server(folder, *flags, kind=kind, PACELINE_ADMIN_KEY=ADMIN) as server:
         assert isinstance(server, SeveralModels)
         server.wait_for(200)
         yield server
@@ -102,13 +108,19 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.figure("engine_busy_seconds_total", name) > 0
         explained = server.answer("right").json["id"]
         assert server.ask("GET", f"/v1/requests/{explained}/explain").status == 200
+        # What a key may have at once counts over all models.
+        with server.open("POST", "/v1/completions", endless(), key=NARROW_KEY) as stream:
+            stream.readline()
+            body = {"model": "right", "prompt": "a", "max_tokens": 1}
+            assert server.ask("POST", "/v1/completions", body, key=NARROW_KEY).code == "concurrency_exceeded"
         server.wait_until(server.is_idle)
         assert server.metric("invariant_violations_total") == 0
 
 
 def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path], tmp_path: Path) -> None:
     left, right = folders.values()
-    with several(tmp_path, [entry(left), entry(right, pinned=True)]) as server:
+    log = tmp_path / "left.jsonl"
+    with several(tmp_path, [entry(left, run_log=str(log)), entry(right, pinned=True)]) as server:
         before = server.text("left")
         assert server.rest("left", "sleep", key=KEY).status == 403
         assert server.rest("left", "sleep", key="").status == 401
@@ -130,6 +142,12 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
         server.wait_until(lambda: server.figure("model_wakes_total", "left") == 3)
         assert server.figure("model_sleeps_total", "left") == 3
         assert server.metric("invariant_violations_total") == 0
+        server.terminate()
+        assert server.process.wait(60) == 0
+    again = tmp_path / "again.jsonl"
+    done = run("replay", log, "--output", again)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert again.read_bytes() == log.read_bytes() and '["sleep",' in log.read_text()
 
 
 def test_an_idle_model_sleeps_and_one_makes_room_for_another(
@@ -197,6 +215,47 @@ def test_the_routes_of_vllm_on_a_server_of_one_model(folders: dict[str, Path], t
         assert server.text("left") == text
 
 
+def test_all_models_come_back_after_the_loss_of_their_engine(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with several(tmp_path, [entry(path) for path in folders.values()]) as server:
+        texts = {name: server.text(name) for name in folders}
+        assert server.rest("right", "sleep", "?level=2").status == 200
+        with server.open("POST", "/v1/completions", endless()) as stream:
+            stream.readline()
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+            for child in children.split():
+                os.kill(int(child), signal.SIGKILL)
+            assert b"engine_unavailable" in stream.read()
+        server.wait_for(200)
+        assert {name: server.text(name) for name in folders} == texts
+        assert server.standing("right") == "awake", "a new engine has all its models"
+
+
+def test_batches_and_estimates_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    kind = ("--batch-dir", str(tmp_path / "batches"))
+    with several(tmp_path, [entry(path) for path in folders.values()], flags=kind) as server:
+        texts = {name: server.text(name) for name in folders}
+        more = {"temperature": 0, "prompt": PROMPT, "max_tokens": 12}
+        lines = [
+            request(f"{name} {place}", COMPLETIONS, model=name, **more)
+            for place in range(3)
+            for name in folders
+        ]
+        client = OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
+        done = wait(client, begin(client, jsonl(*lines), COMPLETIONS).id)
+        answers = results(client, done.output_file_id)
+        said = {name: line["response"]["body"]["choices"][0]["text"] for name, line in answers.items()}
+        assert said == {f"{name} {place}": texts[name] for place in range(3) for name in folders}
+        # What is asked of a sleeper has its wake in the forecast.
+        asked = {"model": "right", "prompt": PROMPT, "max_tokens": 12}
+        awake = server.ask("POST", "/v1/estimate", asked).json
+        assert server.rest("right", "sleep", "?level=2").status == 200
+        asleep = server.ask("POST", "/v1/estimate", asked).json
+        assert server.standing("right") == "asleep", "an estimate wakes nothing"
+        assert asleep["ttft_ms"] > awake["ttft_ms"]
+
+
 def endless() -> dict[str, Any]:
     return {"model": "left", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
 
@@ -211,6 +270,7 @@ BAD_FILES = {
     "models: [{model: a, pinned: true, idle_sleep_s: 3}]": "pinned and never sleeps",
     "models: [{model: a, sleep_level: 3}]": "--sleep-level must be at most 2",
     "memory_bytes: much\nmodels: [{model: a}]": "memory_bytes must be a number of bytes",
+    "models: [{model: a, kv_disk_dir: x}, {model: b, kv_disk_dir: x}]": "cannot write to one --kv-disk-dir",
     "models: [{model: a, run_log: x.jsonl}, {model: b, run_log: x.jsonl}]": "cannot write to one --run-log",
 }
 

@@ -57,6 +57,7 @@ class Seat:
     busy_s: float = 0.0  # when it last had a request
     woken_s: float = 0.0
     wanted_since_s: float | None = None  # asleep, and a request waits for it
+    is_called: bool = False  # asleep, and an operator wants it awake
 
     @property
     def wake_s(self) -> float:
@@ -85,6 +86,8 @@ class Conductor:
 
     def next(self, ready: Sequence[bool]) -> int | None:
         """The model to step: of those that could, the one furthest behind its share. None: none could."""
+        if len(ready) == 1:
+            return 0 if ready[0] else None
         chosen: int | None = None
         for index, (seat, is_ready) in enumerate(zip(self.seats, ready, strict=True)):
             if is_ready and not seat.is_backlogged:
@@ -139,20 +142,30 @@ class Conductor:
         wanted = [
             index
             for index, (seat, is_busy) in enumerate(zip(self.seats, busy, strict=True))
-            if seat.standing is Standing.ASLEEP and is_busy
+            if seat.standing is Standing.ASLEEP and (is_busy or seat.is_called)
         ]
-        found: list[Order] = []
         for index in wanted:
-            found += self._room_for(index, now_s, busy)
-        found += self._idle(now_s, busy)
-        return found
+            found = self._room_for(index, now_s, busy)
+            if found:  # one at a time: the next finds out what room this one has left
+                return found
+        return list(self._idle(now_s, busy))
+
+    def call(self, model: int) -> None:
+        """An operator wants it awake; one that was given up is tried once more."""
+        seat = self.seats[model]
+        if seat.standing is Standing.FAILED:
+            seat.standing, seat.failed_wakes = Standing.ASLEEP, MOST_FAILED_WAKES - 1
+        seat.is_called = seat.standing is Standing.ASLEEP
 
     @property
     def is_settled(self) -> bool:
         """All are awake and none of them ever sleeps unless it is told to: there is nothing to order."""
-        return self.memory is None and all(
-            seat.standing is Standing.AWAKE and seat.config.idle_sleep_s is None for seat in self.seats
-        )
+        if self.memory is not None:
+            return False
+        for seat in self.seats:
+            if seat.standing is not Standing.AWAKE or seat.config.idle_sleep_s is not None:
+                return False
+        return True
 
     def _idle(self, now_s: float, busy: Sequence[bool]) -> Iterator[Order]:
         for index, (seat, is_busy) in enumerate(zip(self.seats, busy, strict=True)):
@@ -198,7 +211,7 @@ class Conductor:
         """A model has been put to sleep."""
         seat = self.seats[model]
         seat.standing, seat.level, seat.is_backlogged = Standing.ASLEEP, level, False
-        seat.wanted_since_s = None
+        seat.wanted_since_s, seat.is_called = None, False
 
     def waking(self, model: int) -> None:
         """Waking it has begun."""
@@ -209,7 +222,7 @@ class Conductor:
         seat = self.seats[model]
         seat.wakes_s[seat.level] = seconds
         seat.standing, seat.level, seat.failed_wakes = Standing.AWAKE, 0, 0
-        seat.woken_s, seat.busy_s, seat.wanted_since_s = now_s, now_s, None
+        seat.woken_s, seat.busy_s, seat.wanted_since_s, seat.is_called = now_s, now_s, None, False
 
     def wake_failed(self, model: int) -> None:
         """It could not be woken; the second time in a row it is given up, until an operator asks for it again."""

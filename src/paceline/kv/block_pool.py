@@ -38,6 +38,11 @@ class EvictionOrder(Protocol):
         """How often blocks were used, lately; the more, the more they are worth to a lower level."""
         return [0] * len(blocks)
 
+    @property
+    def num_remembered(self) -> int:
+        """Keys of evicted blocks that it keeps."""
+        return 0
+
     def used(self, blocks: Sequence[int]) -> None:
         """A request hits these blocks; those that are free are removed next."""
         return None

@@ -116,7 +116,7 @@ class KVManager:
         # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
         self.fresh: deque[tuple[int, int]] | None = None
         self.num_fresh = 0
-        self.tickets = Tickets()
+        self.tickets = Tickets(self.block_time)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)

@@ -105,7 +105,7 @@ class EngineStats:
     sleep_level: int = 0
     wakes: int = 0
     sleeps: int = 0
-    wake_s: float = 0.0  # what its last wake took
+    last_wake_s: float = 0.0
     adapters: AdapterStats = field(default_factory=AdapterStats)
 
     @property

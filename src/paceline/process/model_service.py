@@ -103,6 +103,7 @@ class ModelService:
         load = None if loaded.free is None else loaded.free.load
         self._load_notices = None if load is None else LoadNotices(load, reported_busy=load.is_busy)
         self.sleeps = self.wakes = 0
+        self.last_wake_s = 0.0
         self._busy_s = 0.0
         self._was_busy = False
         self._draining = False  # no request may be paused any more
@@ -184,7 +185,7 @@ class ModelService:
             sleep_level=self._seat.level,
             wakes=self.wakes,
             sleeps=self.sleeps,
-            wake_s=self._seat.wake_s,
+            last_wake_s=self.last_wake_s,
         )
 
     def _check_load(self) -> None:

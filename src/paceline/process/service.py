@@ -9,7 +9,6 @@ sleeps; frames of another model than the first travel in a `ForModel`.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -241,8 +240,8 @@ class EngineService:
         rejected = None
         try:
             if not asked.level:
-                if seat.standing in (Standing.ASLEEP, Standing.FAILED):
-                    self._begin_to_wake(number)
+                self._conductor.call(number)
+                self._rest_and_wake()
             elif seat.standing is not Standing.FAILED:
                 self._check_sleep(number, asked)
                 if asked.aborts:
@@ -257,7 +256,7 @@ class EngineService:
         if seat.config.pinned:
             raise SleepRefused("this model is pinned: it never sleeps")
         if model.sleeper is None or not seat.can_sleep:
-            raise SleepRefused("this model cannot sleep: models on a GPU and models with adapters do not yet")
+            raise SleepRefused("models on a GPU, with adapters or with --kv-disk-dir cannot sleep yet")
         if seat.standing is Standing.WAKING:
             raise SleepRefused("this model is being woken; try again when it is awake")
         count = len(model.engine.scheduler.state.requests)
@@ -287,7 +286,6 @@ class EngineService:
             model.deliver_rest()
         level = max(order.level, self._conductor.seats[order.model].level)
         model.sleeper.let_go(level)
-        gc.collect()
         model.sleeps += 1
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
@@ -311,6 +309,7 @@ class EngineService:
             seconds = now_s - waking.began_s
             self._conductor.woke(number, now_s, seconds)
             model.wakes += 1
+            model.last_wake_s = seconds
             _logger.info("the model %s is awake after %.3f s", self._name(number), seconds)
             return
         _logger.error("the model %s could not be woken: %s", self._name(number), _one_line(error))

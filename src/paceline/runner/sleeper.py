@@ -6,7 +6,10 @@ and a wake takes milliseconds. At the second level the weights go too, and a wak
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from paceline.core.counters import CPUWork
@@ -42,6 +45,9 @@ class CPUSleeper(Generic[Weights]):
             self._runner = None
         if level >= WEIGHTS_DROPPED:
             self._weights = None
+            gc.collect()
+            with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system
+                ctypes.CDLL(None).malloc_trim(0)
 
     def work(self) -> CPUWork:
         """What the threads have done; of a model that sleeps, before it did."""

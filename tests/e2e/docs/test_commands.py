@@ -71,6 +71,9 @@ def furnish(folder: Path, sandbox: Sandbox, server: OpenServer) -> None:
     (folder / "mytrace.csv").write_text(TRACE)
     (folder / "requests.csv").write_text(TRACE)
     (folder / "questions.jsonl").write_text(QUESTIONS)
+    (folder / "models.yaml").write_text(
+        "models: [{model: ./my-model, name: chat}, {model: ./my-model, name: code}]"
+    )
     for name in ("run", "other"):
         (folder / f"{name}.jsonl.gz").write_bytes(sandbox.run_log)
     (folder / "run.costs.json").write_bytes(sandbox.cost_model)

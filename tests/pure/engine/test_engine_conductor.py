@@ -54,6 +54,11 @@ def test_a_model_alone_has_the_whole_device_and_saves_nothing_up() -> None:
     assert turns(conductor, [0.1, 0.1], [True, True], 50) == pytest.approx([2.5, 2.5], abs=0.11)
 
 
+def test_one_model_steps_whenever_it_can() -> None:
+    conductor = Conductor([seat("a")])
+    assert conductor.next([True]) == 0 and conductor.next([False]) is None and conductor.is_settled
+
+
 def test_a_model_that_was_away_is_served_next_and_not_held_back() -> None:
     conductor = Conductor([seat("a"), seat("b")])
     turns(conductor, [0.1, 0.1], [True, False], 10)
@@ -87,6 +92,8 @@ def test_two_wakes_that_fail_are_the_last_until_an_operator_asks() -> None:
         conductor.wake_failed(0)
         assert conductor.seats[0].standing is standing
     assert conductor.orders(1.0, [True, True]) == [] and conductor.seats[1].standing is Standing.AWAKE
+    conductor.call(0)
+    assert conductor.orders(1.5, [False, False]) == [Order(0, 0)]
     conductor.waking(0)
     conductor.woke(0, 2.0, 0.1)
     assert conductor.seats[0].failed_wakes == 0

@@ -72,9 +72,8 @@ HELP = """
 Serve a model over HTTP with the OpenAI API.
 
   paceline serve
-  paceline serve org/model --port 9000
+  paceline serve org/model org/other --port 9000
   paceline serve ./folder --host 0.0.0.0 --api-keys-file keys.jsonl
-  paceline serve org/model org/other
   paceline serve --config server.yaml
 
 An option is read from the command line, else from the environment (PACELINE_PORT for --port), else from --config.

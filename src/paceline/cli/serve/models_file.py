@@ -32,7 +32,7 @@ from paceline.llm.arguments import split_arguments
 
 MOST_MODELS = 32
 # Files that one engine writes to as long as it lives.
-_ONE_WRITER = ("run_log", "decision_log")
+_ONE_WRITER = ("run_log", "decision_log", "kv_disk_dir")
 
 
 def models_of(named: Sequence[str], listed: str | None, common: Mapping[str, Any]) -> ModelSet:
@@ -46,7 +46,8 @@ def models_of(named: Sequence[str], listed: str | None, common: Mapping[str, Any
         raise ConfigError(f"{where}: there must be 1 to {MOST_MODELS} models, not {len(entries)}")
     found = [_entry(each, common, f"{where}: model {place}") for place, each in enumerate(entries, 1)]
     for name in _ONE_WRITER:
-        paths = [entry.given.get(name) for entry in found if entry.given.get(name)]
+        written = [entry.given.get(name) or getattr(entry.model, name, None) for entry in found]
+        paths = [path for path in written if path]
         if len(set(paths)) < len(paths):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{where}: models cannot write to one {flag}; give {name} for each in --models")

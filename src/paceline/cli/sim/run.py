@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class Result:
     run: Run
     summary: Summary
     record: RunRecord | None
+    device_s: Mapping[str, float] = field(default_factory=dict)  # by model, where several share the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,9 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     slo = parse_slo(options.slo)
     faults = parse_faults(options.faults)
     compared = _compared(options)
+    models = parse_models(options.models)
+    if models and options.replicas > 1:
+        raise InputError("--models share one device; use --replicas 1")
     loads = _loads(options)
     several = sum(load.requested for load in loads) > 1
     runs = []
@@ -89,7 +93,10 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 machine=machine,
                 engine=engine_config(machine, load.workload, {**engine, **chosen}, drafts, levels),
                 clairvoyant=clairvoyant,
-                num_replicas=options.replicas,
+                num_adapters=options.adapters,
+                adapter_read_s=options.adapter_read_ms / 1e3,
+                num_replicas=len(models) or options.replicas,
+                models=models,
                 router=options.router,
                 **host_costs(machine.cost, options.host_step_s),
                 priorities=options.priorities,
@@ -115,7 +122,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 device_hour_price=options.device_hour_price,
             )
             runs.append(run)
-    if options.log and (sum(run.requested for run in runs) > 1 or options.replicas > 1):
+    if options.log and (sum(run.requested for run in runs) > 1 or options.replicas > 1 or models):
         raise InputError(
             "--log records one engine in one run; give one mode, one eviction order, one rate and --replicas 1"
         )
@@ -195,7 +202,8 @@ def run_all(
             )
             summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)
             kept = record if last_requested[run.mode] is run else None
-            results.append(Result(run=run, summary=summary, record=kept))
+            spent: Any = record.config.get("device_s", {})
+            results.append(Result(run=run, summary=summary, record=kept, device_s=spent))
     return results
 
 
@@ -216,6 +224,20 @@ def parse_slo(text: str) -> Slo | None:
             )
         bounds[f"{name}_s"] = seconds
     return Slo(**bounds) if bounds else None
+
+
+def parse_models(text: str) -> tuple[tuple[str, float], ...]:
+    """`a:0.5,b:0.5` as names and shares."""
+    found: dict[str, float] = {}
+    for part in split_list(text, "--models") if text else []:
+        name, _, value = part.rpartition(":")
+        share = _number(value)
+        if not name or name in found or share is None or not 0.001 <= share < math.inf:
+            raise InputError(
+                f"--models '{part}' is not understood; give each name once with its share, as in a:0.5,b:0.5"
+            )
+        found[name] = share
+    return tuple(found.items())
 
 
 def parse_rates(text: str) -> list[float]:

@@ -56,6 +56,11 @@ def print_results(results: Sequence[Result], options: SimOptions) -> None:
     requested = [result for result in results if result.run.requested]
     several = len({result.run.rate for result in requested}) > 1
     show_table(_title(requested[0], options, several=several), _table(requested))
+    for result in requested:
+        spent = result.device_s
+        if spent:
+            parts = ", ".join(f"{name} {spent[name] / sum(spent.values()):.1%}" for name in spent)
+            print(f"{result.run.label}: the device's time went to {parts}")
     if len(requested) < len(results):
         named = [
             replace(result.summary, label=rate_label(result.run.series, result.run.rate))

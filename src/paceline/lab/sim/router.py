@@ -22,6 +22,18 @@ class Router(Protocol):
     def choose(self, loads: Loads, tenant: int, prefix_ids: PrefixIds) -> int: ...
 
 
+class ByModel:
+    """The model that a request is for: one for each tenant, else each in turn."""
+
+    def __init__(self, num_tenants: int) -> None:
+        self._has_tenants = num_tenants > 1
+        self._next = 0
+
+    def choose(self, loads: Loads, tenant: int, prefix_ids: PrefixIds) -> int:
+        self._next += 1
+        return (tenant if self._has_tenants else self._next - 1) % len(loads)
+
+
 class RoundRobin:
     """Each in turn."""
 

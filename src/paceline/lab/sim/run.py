@@ -12,21 +12,26 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.models import ModelShare
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
+from paceline.engine.conductor import Conductor, Seat, broken_rules
 from paceline.errors import EngineFailed, InputError
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
+from paceline.lab.sim.adapters import draw_of_requests
 from paceline.lab.sim.belady import Arrivals, arrivals_by_name
 from paceline.lab.sim.faults import draw_aborts, with_bursts
 from paceline.lab.sim.replica import Replica
-from paceline.lab.sim.router import ROUTERS
+from paceline.lab.sim.router import ROUTERS, ByModel, Router
 from paceline.lab.sim.settings import SimConfig
 from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
@@ -49,6 +54,7 @@ class RequestSource:
         self.priorities = draw_priorities(config.priorities, workload, config.seed)
         self._config = config
         self._classes = service_classes(config.priorities, workload)
+        self._adapters = draw_of_requests(config.num_adapters, len(workload), config.seed)
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
@@ -57,7 +63,7 @@ class RequestSource:
         workload = self.workload
         sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
         tenant = int(workload.tenant[index])
-        return Request(
+        request = Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
             sampling,
@@ -67,6 +73,8 @@ class RequestSource:
             deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
         )
+        request.adapter = int(self._adapters[index])
+        return request
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""
@@ -74,7 +82,7 @@ class RequestSource:
         if prefix_ids is None:
             return []
         ids, size, span = prefix_ids[index], self._config.engine.kv.block_size, self.workload.prefix_block
-        tenant = int(self.workload.tenant[index])
+        tenant, adapter = int(self.workload.tenant[index]), int(self._adapters[index])
         known = min(int(self.workload.prompt_len[index]), len(ids) * span)
         keys = []
         for start in range(0, known - size + 1, size):
@@ -82,6 +90,8 @@ class RequestSource:
             # before it too, so that equal keys mean equal beginnings.
             within = ids[start // span : (start + size - 1) // span + 1]
             name = struct.pack(f"<iq{len(within)}q", tenant, start % span, *within)
+            if adapter:
+                name += struct.pack("<i", adapter)
             keys.append(BlockKey(name, name))
         return keys
 
@@ -175,8 +185,11 @@ def simulate(
         raise InputError("a run log records one engine; use one replica")
     if watch is not None and config.num_replicas > 1:
         raise InputError("one engine can be watched at a time; use one replica")
+    kind: type[Simulation] = Simulation
+    if config.models:
+        kind = SharedDevice
     try:
-        simulation = Simulation(config, workload, recorder=recorder, on_progress=on_progress)
+        simulation = kind(config, workload, recorder=recorder, on_progress=on_progress)
     except MemoryError as error:
         raise InputError(
             "the simulated engines do not fit into this machine's memory; lower --replicas, --max-num-seqs, "
@@ -213,13 +226,13 @@ class Simulation:
         kinds = kinds_of(config.priorities, self.workload, self._source.priorities)
         self._meter = Meter(self.workload, kinds)
         self._loads = np.zeros(config.num_replicas, np.int64)
-        self._router = ROUTERS[config.router]()
+        self._router: Router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
         arrivals = self._source.arrivals() if config.clairvoyant else None
         self.replicas = [
             Replica(
                 number,
-                config,
+                self._config_of(number),
                 self._meter,
                 self._loads,
                 aborts=self._aborts,
@@ -232,6 +245,9 @@ class Simulation:
         self._due: list[tuple[float, int]] = []
         self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, request, replica
         self._until_progress = PROGRESS_STEPS
+
+    def _config_of(self, number: int) -> SimConfig:
+        return self._config
 
     def run(self) -> None:
         known_s = self.workload.arrival_s + self._config.request_s
@@ -302,3 +318,54 @@ class Simulation:
         if replica.ready_s is not None and replica.ready_s != replica.queued_s:
             replica.queued_s = replica.ready_s
             heapq.heappush(self._due, (replica.ready_s, replica.number))
+
+
+class SharedDevice(Simulation):
+    """One device and several models: a replica for each, with its part of the KV cache. The conductor of a server says
+    whose step is next."""
+
+    def __init__(self, config: SimConfig, *given: Any, **more: Any) -> None:
+        super().__init__(config, *given, **more)
+        seats = [Seat(config=ModelShare(name=name, share=share)) for name, share in config.models]
+        self.conductor = Conductor(seats)
+        self._router = ByModel(len(self.workload.tenants))
+        self._free_s = 0.0  # when the device has done the step before
+
+    def _config_of(self, number: int) -> SimConfig:
+        """Steps are not planned ahead: the next one may be another model's."""
+        engine, total = self._config.engine, sum(share for _, share in self._config.models)
+        blocks = max(2, int(engine.kv.num_blocks * self._config.models[number][1] / total))
+        kv = replace(engine.kv, num_blocks=blocks)
+        return replace(self._config, engine=replace(engine, kv=kv, depth=0))
+
+    def _step_until(self, until_s: float) -> None:
+        while True:
+            ready = [replica.ready_s for replica in self.replicas]
+            soonest_s = min((ready_s for ready_s in ready if ready_s is not None), default=until_s)
+            now_s = max(self._free_s, soonest_s)
+            if now_s >= until_s:
+                return
+            chosen = self.conductor.next([ready_s is not None and ready_s <= now_s for ready_s in ready])
+            assert chosen is not None, "the soonest is ready"
+            replica = self.replicas[chosen]
+            replica.ready_s = self.now_s = now_s
+            replica.step()
+            self._free_s = max(now_s, replica.clock.now())
+            self.conductor.charge(chosen, self._free_s - now_s)
+            if self._config.check:
+                broken = broken_rules(self.conductor, [each.engine for each in self.replicas])
+                if broken:
+                    name, _, message = broken[0].partition(": ")
+                    raise InvariantViolation(name, message)
+
+    def record(self, label: str) -> RunRecord:
+        found = super().record(label)
+        kvs = [replica.engine.scheduler.state.kv for replica in self.replicas]
+        spent = {seat.config.name: round(seat.device_s, 6) for seat in self.conductor.seats}
+        return replace(
+            found,
+            config={**found.config, "device_s": spent},
+            num_replicas=1,
+            max_num_seqs=found.max_num_seqs * len(kvs),
+            kv_total_slots=sum(kv.num_slots for kv in kvs),
+        )

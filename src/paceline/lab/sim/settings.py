@@ -81,10 +81,17 @@ class SimConfig:
     faults: FaultSpec = field(default_factory=FaultSpec)
     acceptance: Acceptance | None = None  # which drafts are right, where the engine makes any
     clairvoyant: bool = False  # eviction knows what will arrive
+    num_adapters: int = 0  # that requests have, some of them much more often than others
+    adapter_read_s: float = 0.05  # until the folder of one is in memory
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
+    models: tuple[
+        tuple[str, float], ...
+    ] = ()  # names and shares of models on one device; else there is one model
 
     def __post_init__(self) -> None:
+        if self.models and len(self.models) != self.num_replicas:
+            raise InputError("--models share one device: leave --replicas out")
         if not 1 <= self.num_replicas <= MAX_REPLICAS:
             raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
         if self.router not in ROUTERS:
@@ -120,10 +127,16 @@ class SimConfig:
             "faults": asdict(self.faults),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.text}),
             **({"clairvoyant": True} if self.clairvoyant else {}),
+            **(
+                {"adapters": self.num_adapters, "adapter_read_s": self.adapter_read_s}
+                if self.num_adapters
+                else {}
+            ),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),
             "on_infeasible": self.on_infeasible,
+            **({"models": dict(self.models)} if self.models else {}),
             "seed": self.seed,
             "check": self.check,
             "scheduler": asdict(self.engine.scheduler),

@@ -266,7 +266,7 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     yield from dial_gauges(stats.dial)
     text = "0 when the model is awake, else the level of its sleep (vLLM's name)."
     yield "engine_sleep_state", text, stats.sleep_level
-    yield "model_wake_seconds", "What waking the model took last, or would take.", stats.wake_s
+    yield "model_wake_seconds", "What waking the model took last.", stats.last_wake_s
 
 
 def dial_gauges(dial: DialStatus) -> Iterator[tuple[str, str, float]]:

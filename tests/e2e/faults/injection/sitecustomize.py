@@ -110,7 +110,8 @@ def wrong_token(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> An
 
 def forget_prefixes(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
     """Clear the prefix cache before a turn of the engine's service."""
-    arguments[0]._engine.scheduler.state.kv.reset_cache()
+    for model in arguments[0]._models:
+        model.engine.scheduler.state.kv.reset_cache()
     return call()
 
 

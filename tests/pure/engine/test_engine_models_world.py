@@ -1,0 +1,152 @@
+"""Worlds of several models: random traffic, sleeps, failed wakes, too little memory, and the rules after every turn.
+
+Engines, schedulers and the conductor are those of a server; devices are fakes on integers, which compare every answer
+with the one it must be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from paceline.config.models import ModelShare
+from paceline.core.standing import WEIGHTS_DROPPED, Standing
+from paceline.engine.conductor import Conductor, Needs, Seat, broken_rules
+from tests.fakes import FakeRunner
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+SEEDS = range(8)
+TURNS = 400
+
+
+class World:
+    """Two or three models on one device, driven as the engine's process drives them."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(f"models:{seed}")
+        self.now_s = 0.0
+        self.counts: Counter[str] = Counter()
+        count = self.random.choice((2, 3))
+        self.benches = [Bench(engine_config(num_blocks=self.random.choice((20, 40)))) for _ in range(count)]
+        seats = [self._seat(place) for place in range(count)]
+        total, largest = sum(seat.needs.awake for seat in seats), max(seat.needs.awake for seat in seats)
+        stays = sum(seat.needs.awake for seat in seats if seat.config.pinned)
+        memory = self.random.choice((None, max(total // 2, stays + largest)))
+        self.conductor = Conductor(seats, memory)
+        self.conductor.begin()
+        for place, seat in enumerate(seats):
+            if seat.standing is Standing.ASLEEP:
+                self._sleep(place, seat.level)
+        self.waking: dict[int, float] = {}
+
+    def _seat(self, place: int) -> Seat:
+        pinned = self.random.random() < 0.2
+        idle_s = None if pinned or self.random.random() < 0.4 else self.random.choice((0.05, 0.5))
+        awake = self.random.randint(50, 100)
+        return Seat(
+            config=ModelShare(
+                name=f"m{place}",
+                share=self.random.choice((0.2, 1.0, 3.0)),
+                pinned=pinned,
+                idle_sleep_s=idle_s,
+                sleep_level=self.random.choice((1, 2)),
+            ),
+            needs=Needs(awake, awake // 2),
+            can_sleep=not pinned,
+            wakes_s=[0.0, 0.01, 0.05],
+        )
+
+    def turn(self) -> None:
+        for bench in self.benches:
+            if self.random.random() < 0.08:
+                bench.add(
+                    prompt(self.random.randint(1, 40), self.random.randint(0, 3)), self.random.randint(1, 12)
+                )
+                self.counts["requests"] += 1
+        self._rest_and_wake()
+        ready = [bench.engine.has_requests and not bench.engine.is_asleep for bench in self.benches]
+        chosen = self.conductor.next(ready)
+        if chosen is None:
+            self.now_s += 0.02
+        else:
+            seconds = self.random.choice((0.001, 0.01, 0.05))
+            self.benches[chosen].step()
+            self.now_s += seconds
+            self.conductor.charge(chosen, seconds)
+            self.counts["steps"] += 1
+        assert broken_rules(self.conductor, [bench.engine for bench in self.benches]) == []
+
+    def _rest_and_wake(self) -> None:
+        for place, due_s in list(self.waking.items()):
+            if self.now_s >= due_s:
+                del self.waking[place]
+                self._finish_waking(place)
+        if self.random.random() < 0.01:  # an operator
+            place = self.random.randrange(len(self.benches))
+            seat = self.conductor.seats[place]
+            if seat.standing is Standing.AWAKE and seat.can_sleep:
+                self._sleep(place, self.random.choice((1, 2)))
+            else:
+                self.conductor.call(place)
+        busy = [bench.engine.has_requests for bench in self.benches]
+        for order in self.conductor.orders(self.now_s, busy):
+            if order.level:
+                self._sleep(order.model, order.level)
+            else:
+                self._begin_to_wake(order.model)
+
+    def _sleep(self, place: int, level: int) -> None:
+        bench, seat = self.benches[place], self.conductor.seats[place]
+        if not bench.engine.is_asleep:
+            bench.engine.sleep()
+            bench.flush()
+        self.counts["sleeps with requests"] += bench.engine.has_requests
+        self.counts["sleeps for room"] += level == WEIGHTS_DROPPED and self.conductor.memory is not None
+        self.conductor.slept(place, max(level, seat.level))
+        self.counts["sleeps"] += 1
+
+    def _begin_to_wake(self, place: int) -> None:
+        self.conductor.waking(place)
+        self.waking[place] = self.now_s + self.random.choice((0.0, 0.02, 0.1))
+
+    def _finish_waking(self, place: int) -> None:
+        if self.random.random() < 0.2:
+            self.conductor.wake_failed(place)
+            self.counts["failed wakes"] += 1
+            return
+        bench = self.benches[place]
+        bench.runner = FakeRunner(bench.config)
+        bench.engine.wake(bench.runner)
+        self.conductor.woke(place, self.now_s, 0.02)
+        self.counts["wakes"] += 1
+
+    def end(self) -> None:
+        """Every request of every model comes to its end."""
+        for place, bench in enumerate(self.benches):
+            if bench.engine.is_asleep:
+                bench.runner = FakeRunner(bench.config)
+                bench.engine.wake(bench.runner)
+                self.conductor.woke(place, self.now_s, 0.02)
+            bench.run()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_rules_hold_after_every_turn_and_every_request_is_answered(seed: int) -> None:
+    world = World(seed)
+    for _ in range(TURNS):
+        world.turn()
+    world.end()
+    assert world.counts["steps"] > TURNS // 10
+
+
+def test_worlds_reach_what_they_are_there_for() -> None:
+    counts: Counter[str] = Counter()
+    for seed in SEEDS:
+        world = World(seed)
+        for _ in range(TURNS // 2):
+            world.turn()
+        counts += world.counts
+    wanted = ("sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes")
+    assert all(counts[name] >= 5 for name in wanted), counts
