@@ -40,7 +40,9 @@ def cheap_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     host_code()
-    folder = write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512)
+    # Heads of 32, which int8 KV needs.
+    sizes = {"max_position_embeddings": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = write_model(tmp_path_factory.mktemp("model"), **sizes)
     return write_weights(folder)
 
 
@@ -59,16 +61,18 @@ def run(model: Path, folder: Path, numbers: list[int], **changes: Any) -> tuple[
     return [each for each, _ in answers], [found for _, found in answers]
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_output_has_the_same_bits_from_the_disk(model: Path, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "kv_type"), [("native", "auto"), ("native", "int8"), ("torch", "auto")])
+def test_output_has_the_same_bits_from_the_disk(
+    model: Path, tmp_path: Path, backend: str, kv_type: str
+) -> None:
     if backend == "torch":
         pytest.importorskip("torch")
-    numbers = list(range(6))
-    with LLM(str(model), enable_prefix_caching=False, cpu_backend=backend, **options()) as llm:
+    numbers, kind = list(range(6)), {"cpu_backend": backend, "kv_cache_dtype": kv_type}
+    with LLM(str(model), enable_prefix_caching=False, **kind, **options()) as llm:
         expected = [answer(llm, number)[0] for number in numbers]
-    cold, found = run(model, tmp_path, numbers, cpu_backend=backend)
+    cold, found = run(model, tmp_path, numbers, **kind)
     assert cold == expected and found == [0] * 6
-    warm, found = run(model, tmp_path, numbers, cpu_backend=backend)
+    warm, found = run(model, tmp_path, numbers, **kind)
     assert warm == expected
     assert found == [384] * 6
 
