@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,3 +158,26 @@ def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_pat
     assert not len(places.completed(wait=True))
     for part, old in zip(memory, before, strict=True):
         assert torch.equal(part, old[[0, 1, 1, 1, 5, 4]])
+
+
+def test_host_memory_for_prefixes_is_for_a_gpu_and_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "no GPU is found here")
+    with pytest.raises(ConfigError, match="--kv-offloading-size is for a GPU.*--kv-cache-memory-bytes"):
+        device.choose_device(ModelConfig(kv_offloading_size=1.0))
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from paceline.runner.gpu import build
+
+    monkeypatch.setattr(build, "free_memory", lambda: 10 << 30)
+    one: Any = types.SimpleNamespace(group_windows=(None,))
+    two: Any = types.SimpleNamespace(group_windows=(None, 512))
+    sizes = build.host_blocks(8.0, 1 << 20, one, {})
+    assert sizes == {"num_host_blocks": 8192, "cache_on_host": True}
+    refused: tuple[tuple[float, Any, dict[str, int], str], ...] = (
+        (8.1, one, {}, "is more than 80% of the 10.0 GiB of memory that is available: give at most 8.0"),
+        (1.0, one, {"num_host_blocks": 4}, "and --num-host-blocks 4 say the same"),
+        (1.0, two, {}, "sliding windows"),
+        (0.0001, one, {}, "holds no KV block"),
+    )
+    for size, spec, given, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            build.host_blocks(size, 1 << 20, spec, given)

@@ -306,11 +306,11 @@ class Tiers:
         )
 
     def loaded(self, ticket: Ticket) -> None:
-        """A row has published what was loaded for it: a host that is full need not keep it too. Where it has room, the
-        copy it keeps spares one later."""
+        """A row has published what was loaded for it: a host that is full, or keeps itself so for a disk, need not keep
+        it too. Where it has room, the copy it keeps spares one later."""
         reserves = self._reserves[HOST]
         for host, reserve, places in zip(self._kv.levels[HOST], reserves, ticket.places, strict=True):
-            if host.pool.num_empty < reserve:
+            if self.has_disk or host.pool.num_empty < reserve:
                 host.forget(places)
 
     def fetch_s(self, num_blocks: int) -> float:

@@ -267,3 +267,22 @@ def test_a_load_waits_for_room_rather_than_evict_what_the_host_lacks() -> None:
         bench.run()
     assert counters.cached_tokens - found > 0.95 * 48 * 16 and counters.found_tokens[HOST] > 0.9 * 48 * 16
     assert Rule.MAKING_ROOM in bench.reasons(DecisionKind.DEFER)
+
+
+def test_copies_and_loads_are_counted_by_level() -> None:
+    bench = bench_of(levels(host=24, disk=200), late_copies=1)
+    for _ in range(2):
+        for number in range(24):
+            bench.add(prompt(17, number), 2)
+            bench.run()
+    counters = bench.state.counters
+    assert (
+        set(counters.copied_blocks) == {"host_out", "host_in", "disk_out", "disk_in"} == set(counters.copy_s)
+    )
+    assert counters.copied_blocks["disk_in"] >= counters.found_tokens[2] // 4 > 0
+    assert sum(counters.found_tokens) == counters.cached_tokens
+    ends = bench.finished.values()
+    assert sum(end.cost.from_disk for end in ends) == counters.found_tokens[2]
+    assert sum(end.cost.from_host for end in ends) == counters.found_tokens[HOST]
+    assert counters.loads[Rule.LOADS.value] > 0 and counters.load_saved_s > 0.0
+    assert not counters.failed_copies

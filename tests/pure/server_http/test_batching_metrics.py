@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters
+from paceline.core.events import Rule
 from paceline.core.plan import StepPlan, StepWork
 from paceline.costs.model import work_done
 from paceline.costs.presets import MODELS, published_peak
@@ -17,9 +18,11 @@ from paceline.server.metrics.batching import (
     Limits,
     RecentTotals,
     Totals,
+    level_families,
     recent_costs,
     recent_figures,
 )
+from paceline.server.metrics.families import Families
 
 
 def test_a_step_adds_what_it_carries() -> None:
@@ -34,6 +37,26 @@ def test_a_step_adds_what_it_carries() -> None:
     assert counters.steps_by_tokens[STEP_TOKEN_BOUNDS.index(1)] == 1
     assert counters.steps_by_tokens[STEP_TOKEN_BOUNDS.index(8)] == 1
     assert sum(counters.steps_by_tokens) == 2
+
+
+def test_levels_have_their_own_figures() -> None:
+    counters = Counters(prompt_tokens=100, cached_tokens=70, found_tokens=[40, 20, 10])
+    counters.copied(0, incoming=False, num_blocks=3, seconds=0.5, failed=False)
+    counters.copied(1, incoming=True, num_blocks=2, seconds=0.25, failed=True)
+    counters.judged(Rule.LOADS)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in level_families(counters, None, Families("p:", "m"))
+        for sample in family.samples
+    }
+    by_source = {
+        key[-1]: value for key, value in found.items() if key[0] == "p:prompt_tokens_by_source_total"
+    }
+    assert by_source == {"local_compute": 30, "local_cache_hit": 40, "host": 20, "disk": 10}
+    assert found["p:kv_copy_seconds_total", "m", "0", "host_out"] == 0.5
+    assert found["p:kv_copy_seconds_total", "m", "0", "disk_in"] == 0.0
+    assert found["p:kv_copy_failures_total", "m", "0", "disk_in"] == 1
+    assert found["p:kv_loads_total", "m", "0", Rule.LOADS.value] == 1
 
 
 # ---------------------------------------------------------------- work
