@@ -27,6 +27,7 @@ REQUIRED = (
     "fork at an earlier token",
     "extend",
     "hold",
+    "adapter evicted",
 )
 
 
