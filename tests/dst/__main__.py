@@ -31,6 +31,7 @@ REQUIRED = (
     "fetch",
     "load: sooner than computing",
     "failed copy",
+    "adapter evicted",
 )
 
 
