@@ -52,7 +52,7 @@ def tokens_per_second(llm: LLM, given: Given, chosen: Sequence[LoRARequest | Non
     llm.reset_prefix_cache()
     started_s = time.perf_counter()
     llm.generate(prompts, sampling, use_tqdm=False, lora_request=list(chosen))
-    return given.clients * given.tokens / (time.perf_counter() - started_s)
+    return float(given.clients * given.tokens / (time.perf_counter() - started_s))
 
 
 @bench.part(

@@ -154,11 +154,11 @@ def kernels(given: Given) -> Found:
     table("attention of one kv head", "float32 us", "GFLOP/s", "int8 us", "GFLOP/s")
     for rows, context in ((1, 600), (3, 140), (3, 600), (3, 1000), (3, 2000), (4, 600)):
         shown: list[float] = []
-        for in_bytes, kind in ((False, ""), (True, ", int8")):
+        for in_bytes, suffix in ((False, ""), (True, ", int8")):
             took = attention_seconds(loaded, rows, context, in_bytes=in_bytes)
             speed = 4 * rows * context * 64 / took / 1e9
             figures = {"us": round(took * 1e6, 1), "GFLOP_s": round(speed, 1)}
-            found[f"attention, {rows} heads, {context} tokens{kind}"] = figures
+            found[f"attention, {rows} heads, {context} tokens{suffix}"] = figures
             shown += figures.values()
         row(f"{rows} heads, {context} tokens", *shown)
     table("adapter, GFLOP/s", *(f"rank {rank}" for rank in ADAPTER_RANKS))

@@ -5,14 +5,17 @@ prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, en
 The same prompts in the same order go to every target, so that two servers on one machine can be compared; *outside* is
 the share of the time that our server is not in a call that computes a step. *peers*: the same loop on llama.cpp's
 server and on Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its Q4_1 matrices as Q4_0,
-which llama.cpp repacks for the processor. *memory*: anonymous bytes after loading and with a filled KV cache. *busy*:
-the server while one busy loop runs on each core (they end with this program), beside the quiet machine: a prompt of 200
-tokens with 40 tokens of output; the size of steps, and how soon it returns; what the card and the log say; and a prompt
-of 801 tokens in steps of 256, of which no answer may be a 503. Run it on a machine that does nothing else.
+which llama.cpp repacks for the processor. *quantized*: a file's numbers as a folder of float32 safetensors, run as they
+are, and with `--quantization int8` and `int4`, in turns, by the engine in this process. *memory*: anonymous bytes after
+loading and with a filled KV cache. *busy*: the server while one busy loop runs on each core (they end with this
+program), beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it
+returns; what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run
+it on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
     python -m benchmarks.cpu_server q4-0 MODEL.gguf COPY.gguf
+    python -m benchmarks.cpu_server quantized [--model MODEL] [--clients 8] [--rounds 3]
     python -m benchmarks.cpu_server memory [--model MODEL] [--tokens 4096]
     python -m benchmarks.cpu_server busy [--model MODEL] [--runs 5]
 """
@@ -291,6 +294,79 @@ def q4_0(given: Given) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+# -- weights that are quantised while loading -----------------------------------------------------------------
+
+
+def write_folder(model: str | None, folder: Path) -> None:
+    """A Llama's numbers as float32 safetensors, with the config that goes with them and no tokenizer."""
+    from safetensors.numpy import save_file
+
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
+
+    checkpoint = open_checkpoint(resolve(model, None, None))
+    spec, names = checkpoint.spec, checkpoint.names()
+    save_file(
+        {name: np.array(checkpoint.tensor(name).to_float32()) for name in names}, folder / "model.safetensors"
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.ropes[0].theta,
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "hidden_act": "silu",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def generated_per_s(folder: Path, quantization: str, clients: int) -> float:
+    """Output tokens a second of `clients` prompts that are answered together."""
+    from paceline import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder),
+        device="cpu",
+        quantization=quantization,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+    )
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(clients)]
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
+    started_s = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return clients * OUTPUT_TOKENS / (time.perf_counter() - started_s)
+
+
+@bench.part(
+    MODEL_FLAG,
+    flag("--clients", 8, "prompts that are answered together"),
+    flag("--rounds", 3, "of each kind"),
+)
+def quantized(given: Given) -> Found:
+    """Output tokens per second by the kind of weights."""
+    with tempfile.TemporaryDirectory() as made:
+        write_folder(given.model, Path(made))
+        kinds = ("auto", "int8", "int4")
+        works = {kind: partial(generated_per_s, Path(made), kind, given.clients) for kind in kinds}
+        taken = in_turns(works, given.rounds)
+    speeds = {kind: round(statistics.median(taken[kind]), 1) for kind in kinds}
+    table("weights", "tok/s", "against float32")
+    for kind, name in zip(kinds, ("float32", "int8", "int4"), strict=True):
+        row(name, speeds[kind], round(speeds[kind] / speeds["auto"], 2))
+    return {"clients": given.clients, "tok_s": speeds, "runs": taken}
 
 
 # -- memory --------------------------------------------------------------------------------------------------

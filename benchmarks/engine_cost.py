@@ -186,14 +186,13 @@ class Load:
         longest: int,
         max_tokens: int,
         budget: int,
-        num_blocks: int = 0,
-        kv: KVConfig | None = None,
+        kv: KVConfig,
         costs: PreemptionCosts | None = None,
         drafts: int = 0,
         **options: Any,
     ) -> None:
         config = EngineConfig(
-            kv=kv or KVConfig(block_size=BLOCK, num_blocks=num_blocks),
+            kv=kv,
             scheduler=SchedulerConfig(
                 max_num_seqs=num_rows,
                 max_num_batched_tokens=budget,
@@ -229,7 +228,7 @@ def step_times(num_rows: int, *, depth: int, churn: int = 0, drafts: int = 0) ->
         max_tokens=most - 64,
         drafts=drafts,
         budget=num_rows + (64 * PROMPT if churn else 65536),
-        num_blocks=(num_rows + 64) * (longest // BLOCK + 2),
+        kv=KVConfig(block_size=BLOCK, num_blocks=(num_rows + 64) * (longest // BLOCK + 2)),
         depth=depth,
     )
     engine = load.engine
@@ -315,7 +314,7 @@ def churn_work(options: Found) -> tuple[Engine, Callable[[], Figures]]:
         longest=1024,
         max_tokens=512,
         budget=ROWS + 64 * PROMPT,
-        num_blocks=ROWS * 96,
+        kv=KVConfig(block_size=BLOCK, num_blocks=ROWS * 96),
         depth=0,
         check_every=0,
         **options,
@@ -400,7 +399,8 @@ def trail(given: Given) -> Found:
 
 def watch_shares(step_s: float, seconds: float, *, churn: int, is_watched: bool) -> Figures:
     """CPU time of watching as a share of that of the thread, and of a look and of a step alone."""
-    load = Load(ROWS, longest=4096, max_tokens=2000, budget=65_536, num_blocks=65_536, depth=0)
+    kv = KVConfig(block_size=BLOCK, num_blocks=65_536)
+    load = Load(ROWS, longest=4096, max_tokens=2000, budget=65_536, kv=kv, depth=0)
     for _ in range(8):
         load.engine.step()
     load.runner.step_s, load.runner.leaving = step_s, churn

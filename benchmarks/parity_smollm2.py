@@ -1,9 +1,9 @@
 """A GGUF model through the engine against transformers with the same numbers: greedy text and perplexity.
 
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
-windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What rounding
-costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32 numbers
-of the file; fp8 and int8 round inputs too, each token by its largest number.
+windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What
+rounding costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32
+numbers of the file; fp8 and int8 round inputs too, each token by its largest number.
 
     python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only rounded]
 """
@@ -127,6 +127,7 @@ def _note_loss(
 ) -> float:
     loss: float = _timed(results, f"{name} perplexity", partial(mean_loss, make_step, spec, windows))
     results[f"{name} perplexity"] = math.exp(loss)
+    print(f"{name}: perplexity {math.exp(loss):.4f}", flush=True)
     return loss
 
 
@@ -149,7 +150,7 @@ def _four_bits(group: int) -> Rounding:
     """Sixteen steps for each group of inputs, over 80 to 100 % of its range, whichever comes closest."""
 
     def rounded(values: Tensor) -> Tensor:
-        return torch.cat([_closest(part) for part in values.split(group, dim=1)], dim=1)
+        return torch.cat([_closest(part) for part in torch.split(values, group, dim=1)], dim=1)
 
     return rounded
 

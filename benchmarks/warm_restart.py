@@ -183,7 +183,8 @@ def through_threads(folder: Path) -> tuple[float, float]:
         while left or under_way:
             while left and under_way < 4:  # as many as the places allow
                 seq, under_way = seq + 1, under_way + 1
-                plan = StepPlan(seq=seq)._replace(**{name: moves(seq, left.pop(0), seq % 4 * 16)})
+                moved = moves(seq, left.pop(0), seq % 4 * 16)
+                plan = StepPlan(seq=seq, store=moved) if name == "store" else StepPlan(seq=seq, fetch=moved)
                 threads.submit(plan)
             reported = threads.completed(wait=True)
             if len(reported.failed):

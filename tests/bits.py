@@ -35,6 +35,18 @@ Index = NDArray[np.int64]
 MakeStep = Callable[[EngineConfig], StepCompute]
 
 
+class Adapted(tuple[int, ...]):
+    """A prompt that is answered with an adapter."""
+
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, prompt: Prompt, adapter: Adapter) -> Adapted:
+        made = cls(prompt)
+        made.adapter = adapter
+        return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
     """What a run does that must not matter."""
@@ -48,7 +60,9 @@ class Circumstances:
     mode: str = "continuous"
     caching: bool = False
     threads: tuple[int, ...] = ()  # of one step after the other, over and over
-    kv_keep: KVKeep | None = None  # this one matters: what each token sees is another thing
+    # These two matter: what each token sees, and how it is kept.
+    kv_keep: KVKeep | None = None
+    kv_dtype: str = "float32"
     drafts: int = 0  # of each row in a step at most; some are right, some are not
 
     def config(self, spec: ModelSpec, max_len: int, num_blocks_of_16: int) -> EngineConfig:
@@ -87,6 +101,7 @@ class Bits:
         self._compute = compute
         self.bits: dict[Prompt, bytes] = {}
         self.changed = 0  # tokens computed again with other bits
+        self.identity_of: Callable[[int], str] = lambda number: ""  # of adapters
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         good = self._compute.forward(rows, batch, due)
@@ -97,7 +112,7 @@ class Bits:
             if batch.masked[index]:
                 continue
             tokens = rows.tokens[row].tolist()
-            adapter = [-int(rows.adapter[row])] if rows.adapter[row] else []
+            adapter = [-int(self.identity_of(int(rows.adapter[row])), 16)] if rows.adapter[row] else []
             # Those that are not finite end their row; which other tokens of that row they reach may differ.
             for offset in np.flatnonzero(good[start:end]).tolist():
                 key = tuple(adapter + tokens[: int(batch.start[index]) + offset + 1])
@@ -133,32 +148,31 @@ def record(
     num_blocks: int = 200,
     answers: Sequence[Prompt] = (),
     make_drafter: Callable[[EngineConfig], Drafter] | None = None,
-    adapters: Sequence[Adapter] = (),
-    adapter_of: Sequence[int] = (),
 ) -> Record:
     """Run the prompts, greedily; `answers` are prompts with what follows them, for drafts, unless `make_drafter` makes
-    these. `adapter_of` each prompt: which of the `adapters` it has, from 1 on; 0: none."""
+    these. A prompt may be `Adapted`."""
     config = around.config(spec, max(len(prompt) for prompt in prompts) + num_new, num_blocks)
     compute = make_step(config)
     bits = Bits(compute)
     drafter: Drafter | None = Oracle(answers) if around.drafts else None
     if make_drafter is not None:
         drafter = make_drafter(config)
+    adapters = {each.adapter.identity: each.adapter for each in prompts if isinstance(each, Adapted)}
     engine = build_engine(
         config,
         CPURunner(config, bits, drafter=drafter),
         make_adapters=lambda scheduler: Adapters(
-            scheduler, getattr(compute, "adapters", None), lambda path: adapters[int(path.name)]
+            scheduler, getattr(compute, "adapters", None), lambda path: adapters[path.name]
         ),
     )
-    for number in range(len(adapters)):
-        engine.adapters.load(str(number), Path(str(number)))
+    bits.identity_of = engine.adapters.identity_of
+    numbers = {identity: engine.adapters.load("", Path(identity)).number for identity in adapters}
     always_draft(engine)
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, kv_keep=around.kv_keep)
     listener = _Listener(engine, around, num_new)
-    asked = list(zip(prompts, adapter_of or [NO_ADAPTER] * len(prompts), strict=True))
-    for group in [[each] for each in asked] if around.alone else [asked]:
-        for prompt, adapter in group:
+    for group in [[prompt] for prompt in prompts] if around.alone else [list(prompts)]:
+        for prompt in group:
+            adapter = numbers[prompt.adapter.identity] if isinstance(prompt, Adapted) else NO_ADAPTER
             (request,) = engine.add(prompt, sampling, adapter=adapter)
             listener.tokens_of[request] = []
         while engine.has_requests:

@@ -15,8 +15,9 @@ from paceline.core.events import Finished, Forecast
 from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.standing import Standing
 from paceline.core.tree import TreeLimits
-from paceline.errors import UnknownAdapter
+from paceline.errors import SleepRefused, UnknownAdapter
 from paceline.process.client import (
     EngineInfo,
     EngineState,
@@ -113,6 +114,9 @@ class IdleClient:
 
     def unload_adapter(self, name: str) -> None:
         raise UnknownAdapter("this engine has no adapters")
+
+    async def rest(self, level: int, *, aborts: bool = False) -> Standing:
+        raise SleepRefused("this engine never sleeps")
 
     def submit(
         self,

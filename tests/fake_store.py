@@ -17,14 +17,17 @@ class FakeStore:
         self.error: OSError | None = None  # instead of doing anything
         self.may_go = threading.Event()  # while it is not set, calls do not return
         self.may_go.set()
+        self.is_called = threading.Event()
 
     def write(self, place: int, head: BlockHead, parts: Sequence[memoryview]) -> None:
+        self.is_called.set()
         self.may_go.wait()
         if self.error is not None:
             raise self.error
         self.kept[place] = (head, b"".join(bytes(part) for part in parts))
 
     def read(self, place: int, head: BlockHead, into: Sequence[memoryview]) -> bool:
+        self.is_called.set()
         self.may_go.wait()
         if self.error is not None:
             raise self.error

@@ -34,6 +34,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "parameters",
     ): "a keyword for each part that a runner may have",
     ("src/paceline/llm/llm.py::LLM.chat", "parameters"): "the keywords that programs written for vLLM give",
+    ("src/paceline/llm/async_llm.py::AsyncLLM.tree", "parameters"): "what a tree may have, and whose it is",
     (
         "src/paceline/llm/async_llm.py::AsyncLLM.chat",
         "parameters",

@@ -1,12 +1,15 @@
 """Adapters on one card: decode steps of rows that have them, against steps without, and what the kernels take.
 
     python -m benchmarks.gpu.adapters [--shape llama-3.1-8b] [--rows 64,256] [--adapters 32] [--rank 16]
+                                      [--places 64] [--registered 1000]
     python -m benchmarks.gpu.adapters --kernels
 
 The first loads a shape with made-up weights twice, without adapters and with made-up ones on all seven matrices, and
 lets rows decode in turns: *off* is the engine without, *unused* the other one with rows that name none, *one* rows of
 the same adapter, *half* every second row with one of the others, *all* every row. Shares are of the speed of *off*.
-Then a profile says what a step with adapters takes longer for. The second times ways to cut the kernels.
+Then requests name adapters of which more are registered than there are places, by Zipf's law, against requests for one
+of them: images are in host memory, no folder is read. A profile says what a step with adapters takes longer for. The
+second times ways to cut the kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +63,7 @@ OPTIONS = {
     "speculative_config": "off",  # a step gives each row one token
 }
 PROMPT_TOKENS = 16
+REQUESTS = 1024  # for adapters by Zipf's law
 DRAWN = SamplingParams(ignore_eos=True, detokenize=False, temperature=1.0, seed=1)
 PROFILED_STEPS = 48  # tokens of each row
 KERNEL_LAYERS = 4  # matrices of as many layers: more than a cache holds
@@ -77,7 +82,7 @@ def made_up(spec: ModelSpec, rank: int) -> Adapter:
 
 @contextmanager
 def loaded(given: Given, *, has_adapters: bool) -> Iterator[LLM]:
-    more = {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.rank}
+    more = {"enable_lora": True, "max_loras": given.places, "max_lora_rank": given.rank}
     with tempfile.TemporaryDirectory() as folder:
         options = write_shape(given.shape, Path(folder)) | OPTIONS | {"max_num_seqs": max(sizes_of(given))}
         llm = LLM(**options | (more if has_adapters else {}))
@@ -92,11 +97,40 @@ def sizes_of(given: Given) -> list[int]:
 
 
 def load_adapters(llm: LLM, given: Given) -> list[int]:
-    """The numbers of the adapters, whose places hold the same matrices."""
-    engine, adapter = llm.loaded.engine, made_up(llm.loaded.checkpoint.spec, given.rank)
-    names = (f"{number:064x}" for number in range(given.adapters))
-    engine.adapters._read = lambda folder: replace(adapter, identity=next(names))
-    return [engine.adapters.load("made up", Path("none")).number for _ in range(given.adapters)]
+    """The numbers of the adapters that are registered, whose places hold the same matrices."""
+    adapters = llm.loaded.engine.adapters
+    memory: Any = adapters._memory
+    image = memory.prepare(made_up(llm.loaded.checkpoint.spec, given.rank))
+    adapters._read = lambda folder: replace(image, identity=folder.name.zfill(64))
+    return [adapters.load("made up", Path(str(number))).number for number in range(given.registered)]
+
+
+def tokens_per_second(llm: LLM, rows: list[int], tokens: int) -> float:
+    """Of requests for these adapters, all at once."""
+    engine, vocabulary = llm.loaded.engine, llm.loaded.checkpoint.spec.vocab_size
+    draw = random.Random(time.perf_counter_ns())
+    for number in rows:
+        prompt = [draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)]
+        engine.add(prompt, replace(DRAWN, max_tokens=tokens), adapter=number)
+    started_s = time.perf_counter()
+    with no_garbage_collection():
+        while engine.has_requests or not engine.is_idle:
+            engine.step_overlapped()
+    return len(rows) * tokens / (time.perf_counter() - started_s)
+
+
+def show_zipf(llm: LLM, numbers: list[int], given: Given) -> Found:
+    """Tokens per second of requests for all that are registered, of requests for one, and the share."""
+    places = llm.loaded.engine.scheduler.state.adapters
+    chances = 1.0 / np.arange(1, len(numbers) + 1)
+    draw = np.random.default_rng(0)
+    drawn = draw.choice(numbers, size=REQUESTS, p=chances / chances.sum()).tolist()
+    one = tokens_per_second(llm, numbers[:1] * REQUESTS, given.tokens)
+    before = places.evicted
+    many = tokens_per_second(llm, drawn, given.tokens)
+    table("registered", "places", "named", "evictions", "one, tok/s", "all, tok/s", "share")
+    row(len(numbers), given.places, len(set(drawn)), places.evicted - before, one, many, many / one)
+    return {"one": one, "all": many, "share": many / one, "evictions": places.evicted - before}
 
 
 def step_ms(engine: Engine, vocabulary: int, rows: list[int], tokens: int) -> float:
@@ -121,6 +155,8 @@ def step_ms(engine: Engine, vocabulary: int, rows: list[int], tokens: int) -> fl
     flag("--rows", "64,256", "rows that decode, separated by commas"),
     flag("--adapters", 32),
     flag("--rank", 16),
+    flag("--places", 64, "adapters in memory at once"),
+    flag("--registered", 1000),
     flag("--tokens", 128, "of each row in a run"),
     flag("--rounds", 3),
     flag("--kernels", False, "time the kernels instead"),
@@ -136,7 +172,8 @@ def steps(given: Given) -> Found:
             opened.enter_context(loaded(given, has_adapters=has_adapters)) for has_adapters in (False, True)
         )
         print(f"two engines started in {time.perf_counter() - started_s:.0f} s", flush=True)
-        numbers = load_adapters(adapted, given)
+        registered = load_adapters(adapted, given)
+        numbers = registered[: given.adapters]
         print(f"adapters loaded by {time.perf_counter() - started_s:.0f} s", flush=True)
         vocabulary = plain.loaded.checkpoint.spec.vocab_size
         table("rows", "adapters", "ms a step", "share of the speed without")
@@ -163,6 +200,7 @@ def steps(given: Given) -> Found:
                 share = statistics.median(a / b for a, b in zip(taken["off"], times, strict=True))
                 found[f"{size} rows, {name}"] = {"ms": statistics.median(times), "share": share}
                 row(size, name, statistics.median(times), share)
+        found["zipf"] = show_zipf(adapted, registered, given)
         for size in sizes_of(given):
             every = [numbers[index % len(numbers)] for index in range(size)]
             show_profile(plain, [NO_ADAPTER] * size, f"{size} rows, off")

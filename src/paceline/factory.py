@@ -53,6 +53,7 @@ from paceline.scheduler.policy import make_policy
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
+from paceline.text.vocabulary import guide_maker
 
 if TYPE_CHECKING:
     from paceline.models.files.draft_head import HeadFiles
@@ -63,6 +64,10 @@ if TYPE_CHECKING:
     from paceline.runner.drafts import Drafter
     from paceline.text.tokenizer import Tokenizer
 
+NO_PROMPT_LIMIT = (
+    "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have one size "
+    "(--max-num-batched-tokens)"
+)
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -236,7 +241,7 @@ def load_model(
         hooks=None if disk is None else PrefixKeyHooks(KeyMaker(config.kv.block_size, disk.store.key)),
         recorder=recorder,
         about={"runner": hardware.runner},
-        guide_maker=_guide_maker(tokenizer, on_gpu=on_gpu),
+        guide_maker=guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
     if disk is not None:
@@ -281,7 +286,7 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner
     from paceline.runner.disk_level import DiskLevel
-    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, cpu_kv_dtype, line_costs
+    from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.sleeper import CPUSleeper
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
@@ -302,24 +307,18 @@ def _on_cpu(
         decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
-    kv_dtype = cpu_kv_dtype(model)
+    kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    known = (
-        config.kv.block_size,
-        kv_dtype,
-        about,
-        model.quantization,
-        drafts and (drafts.method, drafts.model),
-    )
+    drafting = drafts and (drafts.method, drafts.model)
+    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
     disk = DiskLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
-    kv_bytes = config.kv.num_blocks * per_block
     hardware = Hardware(
         device="cpu",
         dtype="float32",
         kv_dtype=kv_dtype,
-        kv_bytes=kv_bytes,
+        kv_bytes=config.kv.num_blocks * per_block,
         runner=backend.about,
         quantization=model.quantization,
     )
@@ -392,10 +391,9 @@ def _native_backend(
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
-    from paceline.runner.sizing import cpu_kv_dtype
 
     block_size = int(given.get("block_size", 16))
-    reason = objection(checkpoint, block_size, model.quantization, cpu_kv_dtype(model))
+    reason = objection(checkpoint, block_size, model.quantization, model.cpu_kv_dtype)
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -417,7 +415,7 @@ def _native_backend(
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=cpu_kv_dtype(model))
+        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
 
     return CPUBackend(
         make_step=make_step,
@@ -448,7 +446,6 @@ def _torch_backend(
     on_progress("starting torch", 0, 0)
     from paceline.models.load import build_decoder
     from paceline.runner.guessers import build_guesser, model_drafter
-    from paceline.runner.sizing import cpu_kv_dtype
     from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
     from paceline.runner.workers import Workers
 
@@ -466,7 +463,7 @@ def _torch_backend(
             return measure_step(decoder, is_busy=free.load.is_busy)
 
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, cpu_kv_dtype(model)),
+        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "threads": free.most},
@@ -499,10 +496,7 @@ def _on_gpu(
     from paceline.runner.sizing import block_seconds
 
     if given.get("max_num_prompt_tokens"):
-        raise ConfigError(
-            "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have "
-            "one size (--max-num-batched-tokens)"
-        )
+        raise ConfigError(NO_PROMPT_LIMIT)
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
     head = None
     if drafts is not None and drafts.model:
@@ -594,20 +588,6 @@ def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
     if model.tokenizer is None:
         return Tokenizer.from_checkpoint(checkpoint)
     return Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
-
-
-def _guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
-    """What makes guides of structures: nothing is read or loaded before the first of them."""
-    from paceline.guide.compile import GuideCompiler
-    from paceline.guide.matcher import mask_threads
-    from paceline.text.vocabulary import vocabulary_of
-
-    objection = ""
-    if tokenizer is None:
-        objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
-    # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
-    originals = mask_threads() if on_gpu else 1
-    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)
 
 
 def _log_violation(violation: InvariantViolation) -> None:

@@ -27,6 +27,10 @@ REQUIRED = (
     "fork at an earlier token",
     "extend",
     "hold",
+    "store",
+    "fetch",
+    "load: sooner than computing",
+    "failed copy",
 )
 
 

@@ -1,4 +1,4 @@
-"""The adapters of a seed's engine: which there are, how long their folders take to read. Draws from a separate stream."""
+"""The adapters of a seed's engine, and how long their folders take to read. Draws from a separate stream."""
 
 from __future__ import annotations
 

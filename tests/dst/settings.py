@@ -167,7 +167,7 @@ def draw_levels(rng: random.Random, config: EngineConfig) -> EngineConfig:
     costs = replace(
         costs,
         token_s=rng.choice((1e-4, 1e-3, 1e-2, 1e-2)),
-        block_s=rng.choice((0.0, 1e-4, 1e-3, 1e-2)),
+        block_s=rng.choice((0.0, 1e-4, 1e-3, 0.1)),
         step_s=rng.choice((0.0, 2e-3)),
         disk_block_s=rng.choice((1e-5, 1e-3, 1e-2)),
         disk_write_s=rng.choice((0.0, 1e-3, 0.02, 1.0)),

@@ -196,8 +196,7 @@ def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> Non
             raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")
     leftovers = (state.requests, state.orders, state.prefilling, state.children, state.computing)
     held = (len(state.queue), state.rows.num_live, state.kv.fences, state.kv.tickets.open)
-    held += (state.adapters.rows, state.adapters.users)
-    if any(leftovers) or any(held):
+    if any(leftovers) or any(held) or state.adapters.rows or state.adapters.users:
         raise InvariantViolation("L4", "something of a request is left behind")
     if any(part.num_free != part.num_places for level in state.kv.levels[1:] for part in level):
         raise InvariantViolation("L4", "a place on the host or the disk is lost")

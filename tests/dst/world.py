@@ -48,6 +48,12 @@ STEP_TIMES_S = (0.001, 0.002, 0.01)
 ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache
 
 
+def _can_drop(config: EngineConfig) -> bool:
+    """Whether requests may drop parts of their KV."""
+    is_plain = len(config.kv.groups) == 1 and config.kv.groups[0].window is None
+    return is_plain and config.scheduler.mode == "continuous" and config.scheduler.drafts is None
+
+
 class World:
     """An engine, its clients and its bad luck, all from one seed."""
 
@@ -60,8 +66,7 @@ class World:
         trees: bool = True,
     ) -> None:
         """`drafts`, `trees`: False: there are none, whatever the seed says."""
-        self.guide_rng = random.Random(seed + 13)
-        self.keep_rng = random.Random(seed + 17)
+        self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         paced = draw_pace(random.Random(seed + 2), draw_config(rng))
         self.config = draw_steering(seed, paced)
@@ -69,10 +74,7 @@ class World:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
         self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
-        can_drop = len(self.config.kv.groups) == 1 and self.config.kv.groups[0].window is None
-        can_drop &= self.config.scheduler.mode == "continuous" and self.config.scheduler.drafts is None
-        # Some requests drop parts of their KV.
-        self.drops_kv = self.keep_rng.random() < 0.25 and can_drop
+        self.drops_kv = self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()

@@ -289,7 +289,7 @@ def test_e10_frames_that_make_no_sense_are_counted_by_the_engine(engine: EngineP
             link.send(frames.encode(payload))
         client.ping()
         await until(lambda: client.stats.rejected_frames == before + 6)
-        assert client._next_id < 10**9
+        assert client._numbers.next < 10**9
 
     run(test())
 

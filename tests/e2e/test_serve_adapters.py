@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,34 @@ def test_adapters_come_and_go_while_it_serves(tmp_path: Path) -> None:
         server.terminate()
         assert server.process.wait(60) == 0
     check_log(log)
+
+
+def test_more_adapters_than_places(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    starting, home, spec = started(tmp_path, "--max-loras", "1", "--run-log", str(log))
+    with starting as server:
+        served = Served(server, home, spec)
+        server.wait_for(200)
+        for seed, name in enumerate(("second", "third"), 2):
+            served.write(name, seed)
+            assert served.load(name, name).status == 200
+        texts = {name: served.text(name) for name in served.models()}
+        assert len(set(texts.values())) == 4
+        asked = list(texts) * 5
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(served.text, asked)) == [texts[name] for name in asked]
+        page = server.ask("GET", "/metrics").body.decode()
+        figures = dict(re.findall(r"^paceline:(adapters\w*)\{[^}]*\} (\S+)$", page, re.M))
+        assert float(figures["adapters"]) == 3 and float(figures["adapters_resident"]) <= 1
+        assert float(figures["adapters_read_total"]) > 3 and float(figures["adapters_evicted_total"]) > 3
+        assert 'max_lora="1"' in page
+        server.wait_until(server.is_idle)
+        server.terminate()
+        assert server.process.wait(60) == 0
+    again = log.with_name("again.jsonl")
+    done = run("replay", log, "--output", again)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert again.read_bytes() == log.read_bytes()
 
 
 def check_log(log: Path) -> None:

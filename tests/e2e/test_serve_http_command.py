@@ -38,6 +38,16 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
     one_line(run_process("serve", cache=tmp_path, PACELINE_PORT="tcp://1.2.3.4"), 2, "PACELINE_PORT")
 
 
+def test_a_folder_for_kv_that_cannot_be_used_ends_the_start(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    (folder / "letter.txt").write_text("hello")
+    command = ("serve", str(tiny), "--load-format", "dummy", "--device", "cpu", "--port", "0")
+    done = run_process(*command, "--kv-disk-dir", str(folder), cache=tmp_path)
+    one_line(done, 2, "--kv-disk-dir", "holds other files")
+    one_line(run_process(*command, "--kv-disk-size", "1G", cache=tmp_path), 2, "need --kv-disk-dir")
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

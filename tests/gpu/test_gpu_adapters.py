@@ -160,15 +160,6 @@ def test_nothing_is_compiled_while_serving() -> None:
 
 
 def test_places_are_taken_again() -> None:
-    """More adapters than places, one after another."""
-    llm = LLM(saved("llama"), **LORA | {"max_loras": 2})
-    folders = adapters("llama")
-    last = {name: PROMPTS[len(NAMES) - 1 - NAMES[::-1].index(name)] for name in NAMES}
-    for turn in range(2):
-        for name in RANKS:
-            request = LoRARequest(f"{name} {turn}", 1, folders[name], load_inplace=True)
-            (output,) = llm.generate([last[name]], GREEDY, use_tqdm=False, lora_request=[request])
-            gaps = first_gaps([output.outputs[0].token_ids], [on_cpu("llama")[PROMPTS.index(last[name])]])
-            assert max(gaps, default=0.0) < CLOSE
-    llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=[LoRARequest("b", 2, folders["some"])])
-    llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=[LoRARequest("c", 3, folders["all"])])
+    """Fewer places than adapters: the scheduler has some wait while others go on."""
+    for places in (1, 2):
+        assert_close("llama", generate("llama", max_loras=places))

@@ -48,7 +48,7 @@ def answer(llm: LLM, number: int) -> tuple[list[tuple[int, float]], int]:
 def main() -> None:
     model, folder, size, seed = sys.argv[1:]
     rng = random.Random(int(seed))
-    DiskLevel.with_rates = cheap_disk  # type: ignore[method-assign]
+    DiskLevel.with_rates = cheap_disk  # type: ignore[method-assign, assignment]
     with LLM(model, kv_disk_dir=folder, kv_disk_size=int(size), **options()) as llm:
         print(json.dumps("ready"), flush=True)
         while True:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from paceline.config.engine import EngineConfig
-from paceline.models.files.adapter import Adapter
 from paceline.runner.cpu import StepCompute
 from paceline.runner.native.code import Code
 from paceline.runner.native.model import NativeModel
@@ -32,9 +31,6 @@ def record_native(
     change: Callable[[NativeStep], StepCompute] | None = None,
     code: Code | None = None,
     answers: Sequence[Prompt] = (),
-    kv_dtype: str = "float32",
-    adapters: Sequence[Adapter] = (),
-    adapter_of: Sequence[int] = (),
 ) -> Record:
     """Run the prompts, greedily; `change` stands between the kernels and the runner, `code` are other kernels, drafts
     come from `answers`; see `record`."""
@@ -43,7 +39,9 @@ def record_native(
     def make_step(config: EngineConfig) -> StepCompute:
         threads = around.threads or (1,)
         made = code or host_code()
-        steps.append(NativeStep(model, config, made, max(threads), Changing(threads), kv_dtype=kv_dtype))
+        steps.append(
+            NativeStep(model, config, made, max(threads), Changing(threads), kv_dtype=around.kv_dtype)
+        )
         return steps[-1] if change is None else change(steps[-1])
 
     try:
@@ -55,8 +53,6 @@ def record_native(
             num_new=num_new,
             num_blocks=num_blocks,
             answers=answers,
-            adapters=adapters,
-            adapter_of=adapter_of,
         )
     finally:
         for step in steps:

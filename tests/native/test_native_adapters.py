@@ -17,7 +17,7 @@ from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code
 from paceline.runner.native.layout import BF16, F16, F32, MATRICES
 from paceline.runner.native.model import NativeModel, build_model
-from tests.bits import Circumstances, Prompt, Record, differences
+from tests.bits import Adapted, Circumstances, Prompt, Record, differences
 from tests.kernels import checked_code
 from tests.native.adapters import in_type, make_adapter
 from tests.native.float64_model import Float64Model
@@ -117,10 +117,14 @@ def adapters(kind: str) -> list[Adapter]:
     ]
 
 
-def numbers(count: int) -> list[int]:
-    """Every adapter, and none; the last prompt has the one of the prompt that it begins as."""
-    drawn = [(2 * index + 1) % 5 for index in range(count)]
+def numbers() -> list[int]:
+    """Of each prompt: every adapter, and none; the last has the one of the prompt that it begins as."""
+    drawn = [(2 * index + 1) % 5 for index in range(len(prompts()))]
     return [*drawn[:-1], drawn[-3]]
+
+
+def adapted(prompt: Prompt, number: int, kind: str = "plain") -> Prompt:
+    return Adapted.of(prompt, adapters(kind)[number - 1]) if number else prompt
 
 
 @cache
@@ -130,17 +134,8 @@ def alone(kind: str) -> Record:
 
 def run(chosen: NativeModel, which: Sequence[int], around: Circumstances, code: Code | None = None) -> Record:
     kind = "experts" if chosen.spec.experts else "plain"
-    given, of_prompt = prompts(), numbers(len(prompts()))
-    return record_native(
-        chosen,
-        [given[index] for index in which],
-        around,
-        num_new=NUM_NEW,
-        num_blocks=80,
-        code=code,
-        adapters=adapters(kind),
-        adapter_of=[of_prompt[index] for index in which],
-    )
+    given = [adapted(prompts()[index], numbers()[index], kind) for index in which]
+    return record_native(chosen, given, around, num_new=NUM_NEW, num_blocks=80, code=code)
 
 
 def only(whole: Record, which: Sequence[int]) -> Record:
@@ -168,7 +163,7 @@ def test_steps_touch_no_other_memory() -> None:
 
 
 def test_rows_without_an_adapter_are_as_in_an_engine_without_any() -> None:
-    plain = [index for index, number in enumerate(numbers(len(prompts()))) if not number]
+    plain = [index for index, number in enumerate(numbers()) if not number]
     assert len(plain) > 1
     given = [prompts()[index] for index in plain]
     before = record_native(model("plain"), given, ALONE, num_new=NUM_NEW)
@@ -178,9 +173,8 @@ def test_rows_without_an_adapter_are_as_in_an_engine_without_any() -> None:
 
 def test_every_adapter_says_something_else() -> None:
     prompt = prompts()[8]
-    found = record_native(
-        model("plain"), [prompt] * 5, ALONE, num_new=NUM_NEW, adapters=adapters("plain"), adapter_of=range(5)
-    )
+    asked = [adapted(prompt, number) for number in range(5)]
+    found = record_native(model("plain"), asked, ALONE, num_new=NUM_NEW)
     assert len(set(found.outputs)) == 5
 
 
@@ -189,14 +183,8 @@ def test_logits_are_those_of_the_same_arithmetic_in_float64(number: int) -> None
     given: QuantizedSource = source("plain")
     rng = random.Random(3)
     texts: list[Prompt] = [tuple(rng.randrange(160) for _ in range(8)) for _ in range(12)]
-    found = record_native(
-        build_model(given, MAX_LEN),
-        texts,
-        Circumstances(budget=64),
-        num_new=1,
-        adapters=adapters("plain"),
-        adapter_of=[number] * len(texts),
-    )
+    asked = [adapted(text, number) for text in texts]
+    found = record_native(build_model(given, MAX_LEN), asked, Circumstances(budget=64), num_new=1)
     exact = Float64Model(given, adapter=adapters("plain")[number - 1])
     gaps = []
     for text in texts:

@@ -77,7 +77,8 @@ def prompts() -> list[Prompt]:
 
 @cache
 def alone(kind: str, kv_dtype: str = "float32") -> Record:
-    return record_native(model(kind), prompts(), ALONE, num_new=NUM_NEW, kv_dtype=kv_dtype)
+    around = replace(ALONE, kv_dtype=kv_dtype)
+    return record_native(model(kind), prompts(), around, num_new=NUM_NEW)
 
 
 def only(run: Record, chosen: Sequence[int]) -> Record:
@@ -92,7 +93,8 @@ def test_the_same_bits_as_alone(kind: str, kv_dtype: str, around: Circumstances)
     """Keys and values that are rounded to bytes are rounded once: chunks, hits, copies and swaps read the same."""
     chosen = range(len(prompts())) if around.budget > 1 else FEW
     given = [prompts()[index] for index in chosen]
-    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80, kv_dtype=kv_dtype)
+    around = replace(around, kv_dtype=kv_dtype)
+    run = record_native(model(kind), given, around, num_new=NUM_NEW, num_blocks=80)
     assert not differences(run, only(alone(kind, kv_dtype), chosen))
     assert len(run.bits) > sum(map(len, given)) // 2
     assert bool(run.preempted) == bool(around.preempt)
@@ -180,9 +182,9 @@ LONG_OUTPUT = 45
 
 @cache
 def dropping_alone(kv_dtype: str) -> Record:
-    around = replace(ALONE, kv_keep=KEPT)
+    around = replace(ALONE, kv_keep=KEPT, kv_dtype=kv_dtype)
     given = [prompts()[index] for index in FEW]
-    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT, kv_dtype=kv_dtype)
+    return record_native(model("plain"), given, around, num_new=LONG_OUTPUT)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
@@ -190,12 +192,11 @@ def dropping_alone(kv_dtype: str) -> Record:
 def test_what_is_dropped_follows_from_positions_alone(kv_dtype: str, around: Circumstances) -> None:
     """Chunks, hits, preemption and others in the batch change no bit of an answer that drops KV."""
     given = [prompts()[index] for index in FEW]
-    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80, kv_dtype=kv_dtype)
+    around = replace(around, kv_dtype=kv_dtype)
+    run = record_native(model("plain"), given, around, num_new=LONG_OUTPUT, num_blocks=80)
     assert not differences(run, dropping_alone(kv_dtype))
     assert bool(run.preempted) == bool(around.preempt)
-    whole = record_native(
-        model("plain"), given, replace(ALONE, budget=64), num_new=LONG_OUTPUT, kv_dtype=kv_dtype
-    )
+    whole = record_native(model("plain"), given, replace(around, kv_keep=None), num_new=LONG_OUTPUT)
     assert run.outputs != whole.outputs, "nothing was dropped"
 
 

@@ -317,7 +317,8 @@ def test_bytes_give_the_same_bits_on_the_plain_path(code: Code, plain: Code) -> 
         for token in range(100):
             paged.keep(token, keys[token], values[token])
         found.append(paged.attend(queries, np.zeros(3, np.int64), np.array([100, 99, 98])))
-    assert np.array_equal(*found)
+    first, second = found
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])

@@ -28,7 +28,7 @@ def record(
     workers = Workers(Changing(around.threads)) if around.threads else None
     torch.set_num_threads(before)
     return record_bits(
-        lambda config: TorchStep(decoder, config.kv, workers),
+        lambda config: TorchStep(decoder, config.kv, workers, kv_dtype=around.kv_dtype),
         decoder.spec,
         prompts,
         around,

@@ -19,21 +19,30 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import (
+    DraftConfig,
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams
 from paceline.engine.adapters import AdapterMemory, Adapters
 from paceline.engine.engine import Engine
-from paceline.errors import InvalidAdapter
+from paceline.errors import ConfigError
 from paceline.factory import build_engine
 from paceline.models.files.adapter import open_adapter
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.adapters import AdapterRoom
+from paceline.runner.gpu.build import choose_gpu_sizes
 from paceline.runner.gpu.drafted_steps import DraftedSteps
 from paceline.runner.gpu.graphs import DraftKey
+from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.invariants import InvariantChecker
 from tests.torch.test_gpu_drafts_interpreted import SIZES, QuickRunner
@@ -64,7 +73,13 @@ def folders(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def make_engine(checkpoint: Checkpoint, *, on_gpu: bool, drafts: DraftConfig | None = None) -> Engine:
-    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, drafts=drafts)
+    scheduler = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        max_model_len=128,
+        drafts=drafts,
+        max_loras=ROOM.places if on_gpu else 0,
+    )
     kv = KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),))
     config = EngineConfig(kv=kv, scheduler=scheduler, depth=1)
     spec, device = checkpoint.spec, torch.device("cpu")
@@ -139,15 +154,36 @@ def test_rows_with_adapters_verify_drafts(
     assert True in adapted, "no step had drafts"
 
 
-def test_a_place_is_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """What an adapter does not have is nothing there, whatever the one before it had."""
+def test_places_are_taken_again(checkpoint: Checkpoint, folders: list[Path]) -> None:
+    """Three adapters and two places. What an adapter does not have is nothing there, whatever the one before it had."""
     cpu, gpu = make_engine(checkpoint, on_gpu=False), make_engine(checkpoint, on_gpu=True)
-    gpu.adapters.load("first", folders[0])
-    gpu.adapters.load("second", folders[1])
-    with pytest.raises(InvalidAdapter, match="room for 2 adapters"):
-        gpu.adapters.load("third", folders[2])
-    gpu.adapters.unload(2)
-    answers(gpu, [1])
-    cpu.adapters.load("third", folders[2])
-    number = gpu.adapters.load("third", folders[2]).number
-    assert answers(gpu, [number, NO_ADAPTER]) == answers(cpu, [1, NO_ADAPTER])
+    for engine in (cpu, gpu):
+        for folder in folders:
+            engine.adapters.load(folder.name, folder)
+    assert len(gpu.scheduler.state.adapters.resident) == ROOM.places
+    assert answers(gpu, [2, 1, 3]) == answers(cpu, [2, 1, 3])
+    assert gpu.scheduler.state.adapters.evicted > 0
+
+
+def test_their_room_is_taken_from_the_blocks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, device, spec = 1 << 30, torch.device("cuda"), checkpoint.spec
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * gib, 4 * gib))
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    plain, adapted = (
+        choose_gpu_sizes(ModelConfig(), spec, given, device, torch.bfloat16, None, room)["num_blocks"]
+        for room in (None, AdapterRoom(places=100, max_rank=16))
+    )
+    # q, k and v of 64 inputs, o of 128, gate and up of 64, down of 128, with as many outputs as heads and inner have.
+    entries = 16 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)
+    taken = (plain - adapted) * device_block_bytes(spec, torch.bfloat16, 0)
+    assert 100 * entries * 2 <= taken <= 100 * entries * 2 + (2 << 20)
+    with pytest.raises(ConfigError, match=r"buffers and adapters .* --max-loras"):
+        choose_gpu_sizes(
+            ModelConfig(),
+            spec,
+            given,
+            device,
+            torch.bfloat16,
+            None,
+            AdapterRoom(places=4000, max_rank=512),
+        )

@@ -195,11 +195,9 @@ def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -
     else:
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
     engine = build_engine(config, runner)
-    random = np.random.default_rng(1)
-    found: dict[int, list[int]] = {}
-    for length in (66,):
-        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
-        found[engine.add(random.integers(0, 512, length).tolist(), sampling)[0]] = []
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
+    prompt = np.random.default_rng(1).integers(0, 512, 66).tolist()
+    found: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: []}
     dropped = 0
     while engine.has_requests or not engine.is_idle:
         events = engine.step_overlapped()

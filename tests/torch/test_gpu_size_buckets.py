@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
+
 import pytest
+import torch
 
 from paceline.runner.gpu.graphs import (
+    DRAWS,
     KINDS,
+    DraftDrawKey,
+    Key,
     MixedKey,
+    StepGraphs,
     decode_keys,
     draft_key,
     draft_keys,
+    draw_keys,
     mixed_key,
     mixed_keys,
     slot_bucket,
@@ -77,3 +88,43 @@ def test_a_step_with_drafts_takes_the_smallest_that_holds_it(
 def test_more_rows_than_any_step_with_drafts_has_are_not_drafted_for() -> None:
     assert draft_key(draft_keys(4000, 2048, undrawn=False), 2049, 0) is None
     assert draft_key(draft_keys(8, 1, undrawn=False), 1, 3) is None
+
+
+def test_keys_of_two_kinds_never_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tuples some are equal: a draw of one row with rules, and a step of one row with drafts."""
+    ran: list[str] = []
+
+    class Graph:
+        replay: Callable[[], None]
+
+        def pool(self) -> int:
+            return 1
+
+    captured: list[Graph] = []
+
+    @contextmanager
+    def capture(graph: Graph, **_: object) -> Iterator[None]:
+        before = len(ran)
+        yield
+        graph.replay = partial(ran.append, ran[before])
+        captured.append(graph)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    keys: list[Key] = [*decode_keys(16, can_share=True, adapted=True), *draw_keys(16)]
+    for adapted in (False, True):
+        keys += mixed_keys(16, 256, adapted=adapted)
+        for undrawn in (False, True):
+            drafted = draft_keys(16, 64, undrawn=undrawn, adapted=adapted)
+            keys += [
+                *drafted,
+                *(DraftDrawKey(key.tokens, key.slots, *draw) for key in drafted for draw in DRAWS),
+            ]
+    keys = list({repr(key): key for key in keys}.values())
+    graphs = StepGraphs()
+    graphs.capture([(key, partial(ran.append, repr(key))) for key in keys], cast(torch.cuda.Stream, None))
+    assert len(captured) == len(keys)
+    for key in keys:
+        assert graphs.replay(key)
+        assert ran[-1] == repr(key)

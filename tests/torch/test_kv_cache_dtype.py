@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paceline import LLM
+from paceline import LLM, SamplingParams
 from paceline.config.engine import KVConfig, ModelConfig
+from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import NO_SWAPS, BlockCopies, Swaps
 from paceline.errors import ConfigError
 from paceline.lab.bench.machine import engine_sizes
 from paceline.models.files.open import open_checkpoint
+from paceline.models.load import build_decoder
 from paceline.runner import device
+from tests.bits import Circumstances
 from tests.model_folder import write_model
+from tests.torch.bits import record
 
 FP8 = torch.float8_e4m3fn
 
@@ -54,6 +59,64 @@ def test_an_old_gpu_refuses_it(
         ConfigError, match=r"a card is too old for it, a compute capability of 8\.9 is needed"
     ):
         device.choose_device(ModelConfig(kv_cache_dtype="fp8"))
+
+
+def test_bytes_are_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "why_no_gpu", lambda: "")
+    with pytest.raises(ConfigError, match="int8 is for a CPU.*take fp8, or add --device cpu"):
+        device.choose_device(ModelConfig(kv_cache_dtype="int8"))
+    assert device.choose_device(ModelConfig(kv_cache_dtype="int8", device="cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_bytes_hold_more_tokens(backend: str, tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path, head_dim=32))
+    found = []
+    for kind in ("auto", "int8"):
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            device="cpu",
+            kv_cache_dtype=kind,
+            cpu_backend=backend,
+            kv_cache_memory_bytes=1 << 20,
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4, detokenize=False)
+        )
+        assert len(outputs[0].outputs[0].token_ids) == 4
+        found.append((engine_sizes(llm.loaded)["kv_cache_dtype"], llm.loaded.config.kv.num_blocks))
+    (floats, few), (rounded, many) = found
+    assert (floats, rounded) == ("float32", "int8")
+    assert pytest.approx(many / few, rel=0.05) == 4 * 32 / (32 + 4)
+
+
+AROUND = [
+    Circumstances(kv_dtype="int8", budget=7),
+    Circumstances(kv_dtype="int8", caching=True, alone=True),
+    Circumstances(kv_dtype="int8", caching=True, preempt="swap", fork=True),
+    Circumstances(kv_dtype="int8", kv_keep=KVKeep(first=3, recent=20), budget=9, preempt="recompute"),
+    Circumstances(kv_dtype="float32", kv_keep=KVKeep(first=3, recent=20), budget=9, preempt="swap"),
+]
+
+
+@pytest.mark.parametrize("around", AROUND, ids=str)
+def test_torch_rounds_and_drops_alike_whatever_is_around(around: Circumstances, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_model(tmp_path), load_format="dummy")
+    decoder = build_decoder(checkpoint, 256)
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(3, 60) for _ in range(length)) for length in (3, 40, 61)]
+    prompts.append((*prompts[2][:48], 5, 6))
+    alone = Circumstances(alone=True, budget=128, kv_dtype=around.kv_dtype, kv_keep=around.kv_keep)
+    expected = record(decoder, prompts, alone, num_new=40)
+    found = record(decoder, prompts, around, num_new=40)
+    assert found.outputs == expected.outputs
+    assert bool(found.preempted) == bool(around.preempt)
+    plain = record(decoder, prompts, Circumstances(alone=True, budget=128), num_new=40)
+    same = plain.bits.keys() & expected.bits.keys()
+    floats = [np.frombuffer(run.bits[text], np.float32) for text in same for run in (plain, expected)]
+    apart = max(np.abs(one - other).max() for one, other in zip(floats[::2], floats[1::2], strict=True))
+    assert apart > 1e-4, "nothing was rounded, and nothing was dropped"
 
 
 def test_a_result_says_which_type_it_was(tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "blocks": tuple,
     "places": tuple,
     "uses": tuple,
+    "learned": lambda tables: tuple(map(tuple, tables)),
 }
 _ADD_DEFAULTS = {
     spec.name: None if spec.default is MISSING else plain(spec.default) for spec in fields(AddRequest)

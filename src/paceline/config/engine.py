@@ -323,7 +323,7 @@ class SchedulerConfig:
         0,
         "most adapters in memory; others are read when they are needed",
         low=0,
-        panel="Adapters",
+        panel="Queue and preemption",
         default_text="all there are; on a GPU 16",
     )
     long_prefill_share: float = option(
@@ -442,7 +442,7 @@ class ModelConfig(CheckedOptions):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto: that to compute in; fp8 (e4m3), on a GPU: half of it; int8, on a CPU: a quarter",
+        "type of the KV cache; auto: the type to compute in; on a GPU fp8 (e4m3): half of it; on a CPU int8: a quarter",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
@@ -501,6 +501,10 @@ class ModelConfig(CheckedOptions):
         if self.kv_disk_dir is None and (self.kv_disk_size or self.kv_disk_write_rate):
             raise ConfigError("--kv-disk-size and --kv-disk-write-rate need --kv-disk-dir")
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
+
+    @property
+    def cpu_kv_dtype(self) -> str:
+        return "int8" if self.kv_cache_dtype == "int8" else "float32"
 
     @property
     def has_adapters(self) -> bool:

@@ -69,7 +69,8 @@ class BillingConfig(CheckedOptions):
     ledger: str | None = option(None, "SQLite file that gets an entry with usage and price for each request")
     price_factors: str = option(
         "interactive=1,standard=1,spot=0.25:1,batch=0.5",
-        "factors on a key's prices by class; spot: a floor and a cap, between which the load decides",
+        "factors on a key's prices by class; spot: a floor and a cap, between which the load decides; host, disk: on "
+        "cached tokens loaded from there",
     )
 
 

@@ -15,7 +15,7 @@ from paceline.core.plan import StepPlan
 # Upper ends of the buckets that steps are counted in by their tokens.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-NUM_LEVELS = 3  # where a prefix may lie: device, host memory, disk
+LEVELS = ("device", "host", "disk")  # where a prefix may lie
 
 # What became of the structure of a request: `unfinished` ended otherwise, such as by its length.
 COMPLETE, UNFINISHED = "complete", "unfinished"
@@ -62,7 +62,13 @@ class Counters:
     failed_steps: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time
     cached_tokens: int = 0  # of these, found in blocks that were there already
-    found_tokens: list[int] = field(default_factory=lambda: [0] * NUM_LEVELS)  # the cached ones, by level
+    found_tokens: list[int] = field(default_factory=lambda: [0] * len(LEVELS))  # the cached ones, by level
+    # Copies between two levels, by the lower one and the direction: host_out, host_in, disk_out, disk_in.
+    copied_blocks: dict[str, int] = field(default_factory=dict)
+    copy_s: dict[str, float] = field(default_factory=dict)  # from their plan to the word that they are done
+    failed_copies: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)  # what became of prefixes below, by rule
+    load_saved_s: float = 0.0  # what computing would have taken, less the loads
     evicted_blocks: int = 0  # blocks whose cached prefix was evicted
     computed_tokens: int = 0  # in all steps submitted, padding included
     padding_tokens: int = 0  # of these
@@ -82,12 +88,25 @@ class Counters:
     structures: dict[str, int] = field(default_factory=dict)  # requests with one that have ended, by outcome
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
 
-    def found(self, num_tokens: int, from_below: tuple[int, ...]) -> None:
+    def found(self, num_tokens: int, host: int, disk: int) -> None:
         """Tokens of a prompt were found, these of them on the levels below the device."""
-        found, (host, disk) = self.found_tokens, from_below
+        found = self.found_tokens
         found[0] += num_tokens - host - disk
         found[1] += host
         found[2] += disk
+
+    def copied(self, level: int, *, incoming: bool, num_blocks: int, seconds: float, failed: bool) -> None:
+        """A copy between `level` and the one below is over."""
+        name = f"{LEVELS[level + 1]}_{'in' if incoming else 'out'}"
+        if failed:
+            self.failed_copies[name] = self.failed_copies.get(name, 0) + 1
+        else:
+            self.copied_blocks[name] = self.copied_blocks.get(name, 0) + num_blocks
+            self.copy_s[name] = self.copy_s.get(name, 0.0) + seconds
+
+    def judged(self, rule: Rule) -> None:
+        """A prefix below was loaded, waited for, or computed."""
+        self.loads[rule.value] = self.loads.get(rule.value, 0) + 1
 
     def planned(self, plan: StepPlan, occupied_rows: int) -> None:
         """A step was planned."""

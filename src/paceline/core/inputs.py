@@ -249,6 +249,7 @@ class Restored(Input):
     places: tuple[int, ...]
     keys: tuple[bytes, ...]
     uses: tuple[int, ...]
+    learned: tuple[tuple[float, ...], ...] = ()  # by their eviction, by level
 
 
 @_logged_as("adapter_read")

@@ -2,8 +2,8 @@
 
 Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
 before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
-drops, block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing that
-these do: a place is taken or given back only with a ticket.
+drops, block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing
+that these do: a place is taken or given back only with a ticket.
 """
 
 from __future__ import annotations

@@ -119,6 +119,9 @@ class Cost(NamedTuple):
     rejected_predictions: int = 0
     injected: int = 0  # of its output, tokens that were put in from outside
     dropped: int = 0  # tokens whose KV it let go of (`kv_keep`): from then on its answer is another one
+    # Of its cached tokens: loaded from host memory, and from a disk.
+    from_host: int = 0
+    from_disk: int = 0
 
 
 NO_COST = Cost()
@@ -154,7 +157,6 @@ class Request:
         "failed_at",
         "finished_s",
         "first_token_s",
-        "from_below",
         "held",
         "host_places",
         "id",
@@ -226,7 +228,6 @@ class Request:
         self.step_failures = 0  # steps that failed under it since it last got on
         self.failed_at = -1  # tokens it had then
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
-        self.from_below = (0, 0)  # of these, loaded from host memory, and fetched from a disk before
         self.joined_at = 0  # tokens it had computed when it last got a row
         self.cost = NO_COST  # of the rows it has left
         self.fail_detail = ""

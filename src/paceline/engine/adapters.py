@@ -1,6 +1,6 @@
 """Which adapters an engine has: those that requests may name, and those that are only still computed with.
 
-Names are the business of who serves: here an adapter is a number. Folders are read in a thread, never between two steps.
+Names are the business of who serves: here an adapter is a number. Folders are read in a thread, not between two steps.
 Which adapters are in memory the scheduler decides (`scheduler.adapters`); its orders are carried out here. One that is
 let go of is refused to new requests at once; its matrices go when the last request that has it has ended and no step
 under way can touch them.
@@ -27,8 +27,8 @@ Work = Callable[[], Adapter]
 
 
 class AdapterMemory(Protocol):
-    """Where a runner keeps matrices of adapters, by number. One that has to lay them out anew has `prepare` for it, which
-    takes an adapter and returns one, in any thread."""
+    """Where a runner keeps matrices of adapters, by number. One that has to lay them out anew has `prepare` for it,
+    which takes an adapter and returns one, in any thread."""
 
     def put(self, number: int, adapter: Adapter) -> None: ...
     def drop(self, number: int) -> None: ...

@@ -390,7 +390,7 @@ class Engine:
         try:
             self.drain()
             until_s = self._clock.now() + LONGEST_WRITE_S
-            while not (self.has_requests or self.is_idle) and self._clock.now() < until_s:
+            while not (self.has_requests or self.is_idle or self._failures) and self._clock.now() < until_s:
                 self.step()
         finally:
             self.on_close()

@@ -38,6 +38,11 @@ class EvictionOrder(Protocol):
         """How often blocks were used, lately; the more, the more they are worth to a lower level."""
         return [0] * len(blocks)
 
+    @property
+    def num_remembered(self) -> int:
+        """Keys of evicted blocks that it keeps."""
+        return 0
+
     def used(self, blocks: Sequence[int]) -> None:
         """A request hits these blocks; those that are free are removed next."""
         return None
@@ -60,6 +65,14 @@ class EvictionOrder(Protocol):
 
     def unwant(self, blocks: Sequence[int]) -> None:
         """No waiting request will any more."""
+        return None
+
+    def learned(self) -> tuple[float, ...]:
+        """What was learned from hits so far, for a later run."""
+        return ()
+
+    def learn(self, values: Sequence[float]) -> None:
+        """What an earlier run has learned. Before anything is added; values of another kind are left alone."""
         return None
 
     def hurry(self, blocks: Sequence[int]) -> None:

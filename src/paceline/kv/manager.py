@@ -116,7 +116,7 @@ class KVManager:
         # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
         self.fresh: deque[tuple[int, int]] | None = None
         self.num_fresh = 0
-        self.tickets = Tickets()
+        self.tickets = Tickets(self.block_time)
         self.delta = KVDelta()
         self.fences: list[Fence] = []
         none = tuple(np.zeros(0, np.int64) for _ in self.groups)
@@ -265,7 +265,17 @@ class KVManager:
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
         """An earlier run has left prefixes in these places of the disk."""
-        self.levels[2][0].restore(places, keys, uses)
+        if len(places):
+            self.levels[2][0].restore(places, keys, uses)
+
+    def learned(self) -> tuple[tuple[float, ...], ...]:
+        """What eviction has learned, by level, of the first group."""
+        return tuple(level[0].pool.evictable.learned() for level in self.levels)
+
+    def learn(self, learned: Sequence[Sequence[float]]) -> None:
+        """What an earlier run has learned, by level."""
+        for level, values in zip(self.levels, learned, strict=False):
+            level[0].pool.evictable.learn(values)
 
     def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
         """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""

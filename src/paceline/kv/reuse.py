@@ -287,6 +287,17 @@ class ReuseOrder(EvictionOrder):
     def num_wanted(self) -> int:
         return int(np.count_nonzero(self._is_wanted))
 
+    # -- over restarts -------------------------------------------------------------------------------------
+
+    def learned(self) -> tuple[float, ...]:
+        return (*self.hits.tolist(), *self.risk.tolist())
+
+    def learn(self, values: Sequence[float]) -> None:
+        tables = np.array(values, np.float64)
+        if len(tables) == 2 * len(self._queues) and np.isfinite(tables).all() and tables.min() >= 0.0:
+            self.hits, self.risk = tables[: len(self._queues)].copy(), tables[len(self._queues) :].copy()
+            self._make_index()
+
     # -- for checks ----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

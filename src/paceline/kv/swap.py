@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.request import BlockKey
+from paceline.kv.block_time import BlockTime
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
@@ -35,17 +36,25 @@ class Ticket:
     keys: tuple[Sequence[BlockKey], ...] | None = None
     uses: tuple[Sequence[int], ...] = ()
     stays: bool = False  # downwards: what is copied stays above too
+    issued_us: int = 0
+    compute_s: float = 0.0  # of a load: what computing would take
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(blocks) for blocks in self.blocks)
 
 
 class Tickets:
     """Copies under way, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, time: BlockTime) -> None:
         self.open: dict[int, Ticket] = {}
+        self._time = time
         self._next = 1
 
     def issue(self, ticket: Ticket) -> int:
         number = self._next
         self._next += 1
+        ticket.issued_us = self._time.now_us
         self.open[number] = ticket
         return number

@@ -170,6 +170,7 @@ def snapshot_values(snapshot: Snapshot) -> dict[str, Any]:
         "num_waiting": snapshot.num_waiting,
         "num_blocks": [len(kinds) for kinds in snapshot.blocks],
         "blocks": [base64.b64encode(packed(kinds)).decode() for kinds in snapshot.blocks],
+        "below": snapshot.below,
         **{name: getattr(snapshot, name) for name in COUNTED},
     }
 

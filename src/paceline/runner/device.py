@@ -24,7 +24,8 @@ def choose_device(model: ModelConfig) -> str:
     if reason or model.device == "cpu":
         if model.kv_cache_dtype.startswith("fp8"):
             raise ConfigError(
-                f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take int8 or auto"
+                f"--kv-cache-dtype {model.kv_cache_dtype} needs a GPU, and this model runs on the CPU: take int8 or "
+                "auto"
             )
         if model.kv_offloading_size:
             raise ConfigError(

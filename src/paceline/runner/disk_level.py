@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class DiskLevel:
         self.store = store
         self._block_bytes, self._write_rate = block_bytes, write_rate
         self._threads: StoreThreads | None = None
+        self._scheduler: Scheduler | None = None
 
     @classmethod
     def open(
@@ -106,20 +108,24 @@ class DiskLevel:
 
     def attach(self, scheduler: Scheduler) -> tuple[str, ...]:
         """Tell a scheduler what survived; returns what an operator should know."""
-        kept = list(_once(self.store.entries()))
-        if not kept:
+        self._scheduler = scheduler
+        kept, learned = dict(_once(self.store.entries())), self.store.load_tables()
+        if not kept and not learned:
             return ()
-        places, heads = zip(*kept, strict=True)
-        keys = [BlockKey(head.key, b"", head.check) for head in heads]
-        scheduler.restore(places, keys, [head.uses for head in heads])
+        keys = [BlockKey(head.key, b"", head.check) for head in kept.values()]
+        scheduler.restore(list(kept), keys, [head.uses for head in kept.values()], learned)
         return (f"--kv-disk-dir: {len(kept)} blocks of earlier runs",)
 
     def work(self) -> StoreWork:
         return NO_STORE_WORK if self._threads is None else self._threads.work()
 
     def close(self) -> None:
+        """End the threads and keep what was learned."""
         if self._threads is not None:
             self._threads.close()
+        if self._scheduler is not None:
+            with suppress(OSError):  # it is worth little
+                self.store.save_tables(self._scheduler.state.kv.learned())
         self.store.close()
 
 

@@ -5,6 +5,7 @@
     lock     held by the one server that uses the folder
     index    a header, then records of one size, appended: a place was filled, or is empty. Each has a checksum
     data     places of one size, allocated beforehand
+    tables   what eviction had learned when the server ended
 
 A place is written first and its record after it. Nothing is synced for correctness: a read compares the head with the
 index and the bytes with the checksum in it, which covers head and fingerprint too. So what is torn, stale, swapped,
@@ -15,18 +16,22 @@ Decision: docs/decisions/0047-the-disk.md.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import json
 import os
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from paceline.core.store import BlockHead
 from paceline.errors import ConfigError
@@ -41,6 +46,8 @@ KEY_BYTES = 32
 FINGERPRINT_BYTES = 16
 HISTORY = 4  # records for each live one (or place, where few live) after which the index is written anew
 FEW_RECORDS = 1024
+MOST_PLACES = 1 << 18  # what is known of each place takes memory, 400 bytes or so
+ALIGNED = 4096  # bytes: what is moved past the page cache begins and ends with a page
 SYNC_BYTES = 64 << 20  # written before pages are pushed out of the page cache, which weights need
 PROBE_BYTES = 64 << 20  # written and read to learn how fast the disk is
 PROBE_PIECE = 1 << 20
@@ -62,9 +69,8 @@ class DiskStore:
         Raises ConfigError for a folder that cannot be used.
         """
         self._folder, self._place_bytes = folder, place_bytes
-        self.num_places = (size - HEADER.size - FEW_RECORDS * RECORD.size) // (
-            place_bytes + (HISTORY + 1) * RECORD.size
-        )
+        room = size - HEADER.size - FEW_RECORDS * RECORD.size
+        self.num_places = min(room // (place_bytes + (HISTORY + 1) * RECORD.size), MOST_PLACES)
         if self.num_places < 1:
             raise ConfigError(
                 f"--kv-disk-size {size} holds no block of {place_bytes} bytes: give at least a hundred times that"
@@ -80,6 +86,7 @@ class DiskStore:
             known = hashlib.blake2b(fingerprint, key=self.key, digest_size=FINGERPRINT_BYTES)
             self._fingerprint = known.digest()
             self._data = self._open_data(size)
+            self._direct = self._open_direct()
             self._index = self._open_index()
         except OSError as error:
             os.close(self._lock)
@@ -95,16 +102,8 @@ class DiskStore:
             if self._kept.pop(place, None) is not None:
                 self._append(place, None)
         crc = self._checksum(head, parts)
-        start = place * self._place_bytes
-        if os.pwritev(self._data, parts, start) != sum(part.nbytes for part in parts):
+        if self._move(os.pwritev, place, parts) != sum(part.nbytes for part in parts):
             raise OSError("the disk took a part of a block only")
-        with self._guard:
-            self._unsynced += self._place_bytes
-            is_due = self._unsynced >= SYNC_BYTES
-            self._unsynced = 0 if is_due else self._unsynced
-        if is_due:
-            os.fdatasync(self._data)
-            os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)
         with self._guard:
             kept = Kept(head, crc)
             self._append(place, kept)
@@ -115,9 +114,7 @@ class DiskStore:
             kept = self._kept.get(place)
         if kept is None or kept.head[:2] != head[:2]:
             return False
-        start, wanted = place * self._place_bytes, sum(part.nbytes for part in into)
-        got = os.preadv(self._data, into, start)
-        os.posix_fadvise(self._data, start, wanted, os.POSIX_FADV_DONTNEED)
+        got, wanted = self._move(os.preadv, place, into), sum(part.nbytes for part in into)
         if got == wanted and self._checksum(head, into) == kept.crc:
             return True
         with self._guard:
@@ -131,6 +128,29 @@ class DiskStore:
             kept = sorted(self._kept.items())
         for place, (head, _) in kept:
             yield place, head
+
+    def _move(
+        self, move: Callable[[int, Sequence[memoryview], int], int], place: int, parts: Sequence[memoryview]
+    ) -> int:
+        """Read or write a place; returns the number of bytes. Past the page cache where the system allows that: it
+        takes a quarter of the processor's time, and weights need the cache."""
+        start = place * self._place_bytes
+        if self._direct is not None and len(parts) == 1 and _is_aligned(parts[0]):
+            try:
+                return move(self._direct, parts, start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = None  # the file system does not know it after all
+        moved = move(self._data, parts, start)
+        with self._guard:
+            self._unsynced += self._place_bytes
+            is_due = self._unsynced >= SYNC_BYTES
+            self._unsynced = 0 if is_due else self._unsynced
+        if is_due:
+            os.fdatasync(self._data)
+            os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)
+        return moved
 
     # -- outside the seam ------------------------------------------------------------------------------------
 
@@ -160,11 +180,30 @@ class DiskStore:
         before, after = max(pairwise(taken), key=lambda pair: pair[1] - pair[0])
         return before + 1, after - before - 1
 
+    def save_tables(self, tables: Sequence[Sequence[float]]) -> None:
+        """Keep what was learned, in the place of what was kept before."""
+        body = json.dumps(tables)
+        path = self._folder / "tables.new"
+        path.write_text(f"{zlib.crc32(body.encode())}\n{body}\n")
+        path.chmod(0o600)
+        os.replace(path, self._folder / "tables")
+
+    def load_tables(self) -> tuple[tuple[float, ...], ...]:
+        """What was kept; nothing where it cannot be read."""
+        try:
+            checksum, body = (self._folder / "tables").read_text().splitlines()
+            if int(checksum) != zlib.crc32(body.encode()):
+                return ()
+            return tuple(tuple(map(float, table)) for table in json.loads(body))
+        except (OSError, ValueError, TypeError):
+            return ()
+
     def close(self) -> None:
         """Another server may use the folder from now on."""
-        for handle in (self._index, self._data, self._lock):
-            with suppress(OSError):
-                os.close(handle)
+        for handle in (self._index, self._data, self._direct, self._lock):
+            if handle is not None:
+                with suppress(OSError):
+                    os.close(handle)
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -185,6 +224,14 @@ class DiskStore:
                 f"{free.f_bavail * free.f_frsize + there} are free: give a smaller --kv-disk-size than {size}"
             ) from error
         return handle
+
+    def _open_direct(self) -> int | None:
+        """The data once more, without the page cache; None where that cannot be."""
+        if self._place_bytes % ALIGNED or not hasattr(os, "O_DIRECT"):
+            return None
+        with suppress(OSError):
+            return os.open(self._folder / "data", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        return None
 
     def _open_index(self) -> int:
         path = self._folder / "index"
@@ -269,6 +316,10 @@ class DiskStore:
         for part in parts:
             crc = zlib.crc32(part, crc)
         return crc
+
+
+def _is_aligned(part: memoryview) -> bool:
+    return not (part.nbytes % ALIGNED or np.frombuffer(part, np.uint8).ctypes.data % ALIGNED)
 
 
 def _write_all(handle: int, text: bytes) -> None:

@@ -32,11 +32,6 @@ DECODING_ROWS, CONTEXTS = 4, (16, 112)  # measured for a pace: rows that decode 
 FINENESS = 4  # tokens between two sizes that a pace may choose
 
 
-def cpu_kv_dtype(model: ModelConfig) -> str:
-    """The type of keys and values on a CPU."""
-    return "int8" if model.kv_cache_dtype == "int8" else "float32"
-
-
 def block_bytes(
     spec: ModelSpec, block_size: int, further: Sequence[FurtherLayer] = (), kv_dtype: str = "float32"
 ) -> int:
@@ -59,7 +54,7 @@ def choose_sizes(
     `further`: see `block_bytes`."""
     sizes = dict(given)
     block_size = sizes.setdefault("block_size", 16)
-    per_block = block_bytes(spec, block_size, further, cpu_kv_dtype(model))
+    per_block = block_bytes(spec, block_size, further, model.cpu_kv_dtype)
     if "num_blocks" not in sizes:
         memory = model.kv_cache_memory_bytes or int(_default_memory() * model.kv_memory_part)
         sizes["num_blocks"] = max(2, memory // per_block)

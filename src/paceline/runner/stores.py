@@ -9,6 +9,7 @@ keeps failing is left alone. Decision: docs/decisions/0047-the-disk.md.
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
 import threading
 import time
@@ -178,7 +179,7 @@ class StoreThreads:
     # -- the threads -----------------------------------------------------------------------------------------
 
     def _run(self, jobs: queue.SimpleQueue[Job | None], carry_out: Callable[[Job, memoryview], bool]) -> None:
-        buffer = memoryview(bytearray(self._block_bytes))
+        buffer = memoryview(mmap.mmap(-1, self._block_bytes))  # begins with a page, as some disks want it
         while (job := jobs.get()) is not None:
             move = job.move
             if self.is_off or move.is_dropped:

@@ -1,12 +1,12 @@
 """Which adapters are in memory: places that rows hold, the order of eviction, and which request gets one next.
 
-An adapter is a number. Any number of them may be known; `most` of them are in memory. One that rows have stays; one that
-rows had leaves when every step that could touch it is complete, as blocks do. What a waiting request lacks is read while
-others pass it. What is to be read and let go of is told in `orders`; reading is the business of the engine.
+An adapter is a number. Any number of them may be known; `most` of them are in memory. One that rows have stays; one
+that rows had leaves when every step that could touch it is complete, as blocks do. What a waiting request lacks is read
+while others pass it. What is to be read and let go of is told in `orders`; reading is the business of the engine.
 
 Requests are judged in the order of the policy, so that a place goes to the first that lacks one: from those without
-rows that no request before it needs, else one is closed: it takes no new rows until those it has are gone. So no adapter
-waits behind a popular one for longer than its rows take. Decision: docs/decisions/0046-adapters.md.
+rows that no request before it needs, else one is closed: it takes no new rows until those it has are gone. So no
+adapter waits behind a popular one for longer than its rows take. Decision: docs/decisions/0046-adapters.md.
 """
 
 from __future__ import annotations

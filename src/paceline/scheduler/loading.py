@@ -1,7 +1,8 @@
 """Whether what lower levels hold of a prompt is loaded, waited for, or computed again.
 
-By the costs that preemption uses. A request waits for the disk only where that is sooner than computing, and never
-longer than computing takes. Moves nothing but what it decided. Decision: docs/decisions/0045-levels.md.
+By the costs that preemption uses. A request waits for copies only where that is sooner than computing, and never longer
+than computing takes, behind what the device has to do. Moves nothing but what it decided.
+Decision: docs/decisions/0045-levels.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ FIRST = (
     8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
 )
 HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
+# A load may take this many times as long as computing, which keeps others waiting; a copy leaves them the device.
+FREES_DEVICE = 1.25
 WAITS = (Rule.LOADING, Rule.MAKING_ROOM)
 
 
@@ -28,9 +31,21 @@ class Load(NamedTuple):
     num_tokens: int
     load_s: float
     compute_s: float
+    busy_s: float  # that the device has to do before and beside
+
+    @property
+    def is_sooner(self) -> bool:
+        """Whether to load is, or nearly so. Each is behind its queue: what the link has to do first is in `load_s`."""
+        return self.load_s < FREES_DEVICE * self.compute_s + self.busy_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long a request may wait for copies before it is computed: what computing would take."""
+        return self.compute_s + self.busy_s
 
     def __str__(self) -> str:
-        return f"load {1e3 * self.load_s:.1f} ms, compute {1e3 * self.compute_s:.1f} ms"
+        behind = f" behind {1e3 * self.busy_s:.1f} ms of others" if self.busy_s else ""
+        return f"load {1e3 * self.load_s:.1f} ms, compute {1e3 * self.compute_s:.1f} ms{behind}"
 
 
 class Loading:
@@ -42,11 +57,17 @@ class Loading:
         self._costs = config.preemption_costs
         self.tiers = state.tiers
         self.is_on = self.tiers.is_on
-        # Until when each request that waited for the disk may, and since when.
-        self.until_s: dict[RequestId, tuple[float, float]] = {}
+        # Since when each request that waits for copies does, and for how long it may.
+        self.patience: dict[RequestId, tuple[float, Load]] = {}
         self.waiting: list[RequestId] = []  # in the step that is planned
+        self.started: list[tuple[RequestId, Load]] = []  # the same, and to load
         self._asked: set[RequestId] = set()  # for which the disk was looked at
         self._queue: tuple[RequestId, int, int] | None = None  # by which a change of the queue is seen
+
+    def begin_step(self) -> None:
+        if self.is_on:
+            self.waiting.clear()
+            self.started.clear()
 
     def compute_s(self, start: int, count: int) -> float:
         """Seconds to compute `count` tokens behind `start` others."""
@@ -66,13 +87,14 @@ class Loading:
         if below.num_coming:
             count = below.num_host + below.num_coming
             left_s = max(0.0, below.due_s - state.now_s)
-            load = self._load(Rule.LOADING, start, count * size, left_s + self._host_s(count))
-            if load.load_s < load.compute_s and self._may_wait(request, load):
+            load = self._load(request, Rule.LOADING, start, count * size, left_s + self._host_s(count))
+            if load.is_sooner and self._may_wait(request, load):
                 return load
         if not below.num_host:
             return None
-        load = self._load(Rule.LOADS, start, below.num_host * size, self._host_s(below.num_host))
-        if load.load_s >= load.compute_s:
+        host_s = self._host_s(below.num_host)
+        load = self._load(request, Rule.LOADS, start, below.num_host * size, host_s)
+        if not load.is_sooner:
             return load._replace(rule=Rule.COMPUTES)
         if self.tiers.makes_room(below.num_host) and self._may_wait(request, load):
             return load._replace(rule=Rule.MAKING_ROOM)
@@ -80,29 +102,33 @@ class Loading:
 
     def _may_wait(self, request: Request, load: Load) -> bool:
         """Whether a request has waited for less time than computing takes."""
-        now_s = self._state.now_s
-        return now_s < self.until_s.get(request.id, (0.0, now_s + load.compute_s))[1]
+        since_s, first = self.patience.get(request.id, (self._state.now_s, load))
+        return self._state.now_s < since_s + first.patience_s
 
     def waits(self, request: Request, load: Load) -> None:
         """A request waits for a copy in this step."""
-        if request.id not in self.until_s:
-            now_s = self._state.now_s
+        if request.id not in self.patience:
             self._forget_ended()
-            self.until_s[request.id] = now_s, now_s + load.compute_s
+            self.patience[request.id] = self._state.now_s, load
             self.record(request, load)
         self.waiting.append(request.id)
 
     def starts(self, request: Request, load: Load, row: int, num_device: int) -> int:
         """Load for a request that has its row; returns the ticket."""
+        self.started.append((request.id, load))
         count = load.num_tokens // self._state.kv.block_size
         keys = request.keys[num_device : num_device + count]
         ticket, from_disk = self.tiers.load(row, keys, request.id)
+        self._state.kv.tickets.open[ticket].compute_s = load.compute_s
         if request.admitted_s is None:
             size = self._state.kv.block_size
-            request.from_below = (count - from_disk) * size, from_disk * size
+            request.cost = request.cost._replace(
+                from_host=(count - from_disk) * size, from_disk=from_disk * size
+            )
         return ticket
 
     def record(self, request: Request, load: Load) -> None:
+        self._state.counters.judged(load.rule)
         self._state.decide(
             DecisionKind.LOAD, request, load.rule, load.num_tokens, seconds=load.load_s, detail=str(load)
         )
@@ -145,8 +171,17 @@ class Loading:
         if self.tiers.fetch_s(len(keys)) < costs.token_s * ahead + compute_s:
             self.tiers.fetch(keys)
 
-    def _load(self, rule: Rule, start: int, num_tokens: int, load_s: float) -> Load:
-        return Load(rule, num_tokens, load_s, self.compute_s(start, num_tokens))
+    def _load(self, request: Request, rule: Rule, start: int, num_tokens: int, load_s: float) -> Load:
+        return Load(rule, num_tokens, load_s, self.compute_s(start, num_tokens), self._busy_s(request))
+
+    def _busy_s(self, request: Request) -> float:
+        """Seconds that the device needs for the prompts of others, started and waiting: what one computes, they wait
+        for."""
+        assert self._costs is not None
+        state = self._state
+        rows = [other.row for other in state.prefilling.values()]
+        left = int((state.rows.num_known[rows] - state.rows.scheduled[rows]).sum()) if rows else 0
+        return self._costs.token_s * (left + state.queue.num_tokens - request.num_tokens)
 
     def _host_s(self, num_blocks: int) -> float:
         """Behind the loads that are under way; the row runs with the step after."""
@@ -162,4 +197,4 @@ class Loading:
         requests = self._state.requests
         if len(self._asked) > 4 * len(requests) + 1024:
             self._asked &= requests.keys()
-            self.until_s = {number: times for number, times in self.until_s.items() if number in requests}
+            self.patience = {number: kept for number, kept in self.patience.items() if number in requests}

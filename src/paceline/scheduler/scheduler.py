@@ -424,10 +424,17 @@ class Scheduler:
         self._input(inputs.AdapterRead(number=number, failed=failed))
         self.state.adapters.arrived(number, failed=failed)
 
-    def restore(self, places: Sequence[int], keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """Earlier runs have left prefixes on the disk. Before anything is added."""
+    def restore(
+        self,
+        places: Sequence[int],
+        keys: Sequence[BlockKey],
+        uses: Sequence[int],
+        learned: tuple[tuple[float, ...], ...] = (),
+    ) -> None:
+        """Earlier runs have left prefixes on the disk, and have learned by level. Before anything is added."""
         names = tuple([key.key for key in keys])
-        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses)))
+        self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses), learned=learned))
+        self.state.kv.learn(learned)
         self.state.kv.restore(np.array(places, np.int64), keys, uses)
 
     def reset_prefix_cache(self) -> None:

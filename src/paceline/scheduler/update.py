@@ -16,6 +16,7 @@ from paceline.core.events import DecisionKind, LogprobEvent, Rule, TokenEvents
 from paceline.core.fast import all_set, any_set, count_set, has_either, total
 from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
 from paceline.core.request import FinishReason, Request, RequestId, RequestState, account_of
+from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.swap import NO_OWNER, Ticket
 from paceline.scheduler import steering
 from paceline.scheduler.recovery import forget_places
@@ -233,10 +234,12 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
 def _copy_done(state: SchedulerState, number: int) -> None:
     """A copy has completed; a request that was coming back, or loading, runs."""
     ticket = state.kv.complete_ticket(number)
-    if ticket is not None:
-        state.tiers.arrived(ticket)
-    request = None if ticket is None else _waits_for(state, ticket, number)
-    if ticket is None or request is None:
+    if ticket is None:
+        return
+    state.tiers.arrived(ticket)
+    taken_s = _count_copy(state, ticket)
+    request = _waits_for(state, ticket, number)
+    if request is None:
         return
     request.blocked = None
     request.move(RequestState.RUNNING)
@@ -250,6 +253,7 @@ def _copy_done(state: SchedulerState, number: int) -> None:
         state.fail(request, error)
         return
     state.tiers.loaded(ticket)
+    state.counters.load_saved_s += max(0.0, ticket.compute_s - taken_s)
     if state.computing:
         state.computed_keys(request, 0, computed // size)
 
@@ -257,17 +261,20 @@ def _copy_done(state: SchedulerState, number: int) -> None:
 def copy_failed(state: SchedulerState, number: int) -> None:
     """What was copied is not there: a request that needs it computes it again."""
     ticket = state.kv.complete_ticket(number, failed=True)
+    if ticket is not None:
+        _count_copy(state, ticket, failed=True)
     if ticket is None or ticket.owner == NO_OWNER:
         return
     request = _waits_for(state, ticket, number)
     if request is not None:
         tokens = len(ticket.blocks[0]) * state.kv.block_size
+        state.counters.judged(Rule.LOAD_FAILED)
         state.decide(DecisionKind.LOAD, request, Rule.LOAD_FAILED, tokens)
         if ticket.keys is not None and not request.preemptions:
             request.num_cached -= tokens
             state.counters.cached_tokens -= tokens
-            state.counters.found(-tokens, tuple(-tokens for tokens in request.from_below))
-            request.from_below = (0, 0)
+            state.counters.found(-tokens, -request.cost.from_host, -request.cost.from_disk)
+            request.cost = request.cost._replace(from_host=0, from_disk=0)
         request.blocked, request.reserved, request.num_computed = None, False, 0
         state.kv.release(request.row)
         state.leave_row(request)
@@ -276,6 +283,14 @@ def copy_failed(state: SchedulerState, number: int) -> None:
         request = state.requests.get(RequestId(ticket.owner))
         if request is not None and request.host_places:
             forget_places(state, request)
+
+
+def _count_copy(state: SchedulerState, ticket: Ticket, *, failed: bool = False) -> float:
+    """Returns the seconds from its plan until now."""
+    seconds = (state.kv.block_time.now_us - ticket.issued_us) / MICROSECONDS
+    count, incoming = ticket.num_blocks, ticket.incoming
+    state.counters.copied(ticket.level, incoming=incoming, num_blocks=count, seconds=seconds, failed=failed)
+    return seconds
 
 
 def _waits_for(state: SchedulerState, ticket: Ticket, number: int) -> Request | None:

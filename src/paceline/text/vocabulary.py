@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer as guides need them."""
+"""The tokens of a tokenizer as guides need them, and what makes guides of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from paceline.core.guide import GuideMaker
     from paceline.guide.matcher import Vocabulary
     from paceline.text.tokenizer import Tokenizer
 
@@ -28,3 +29,16 @@ def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
         eos_token_ids=tokenizer.eos_token_ids,
         encode=partial(tokenizer.encode, add_special_tokens=False),
     )
+
+
+def guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
+    """What makes guides of structures: nothing is read or loaded before the first of them."""
+    from paceline.guide.compile import GuideCompiler
+    from paceline.guide.matcher import mask_threads
+
+    objection = ""
+    if tokenizer is None:
+        objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
+    # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
+    originals = mask_threads() if on_gpu else 1
+    return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)

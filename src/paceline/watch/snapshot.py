@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.counters import LEVELS
 from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
 from paceline.scheduler.state import SchedulerState
@@ -46,6 +47,15 @@ class Waiting(NamedTuple):
     tenant: str
 
 
+class LevelUse(NamedTuple):
+    """How a level below the device is used, in blocks of all layer groups."""
+
+    name: str  # host or disk
+    held: int  # by swapped requests and copies under way
+    cached: int  # hold a prefix, copies of which may be under way
+    places: int
+
+
 @value
 class Snapshot:
     """The state after the newest submitted step."""
@@ -60,6 +70,7 @@ class Snapshot:
     num_waiting: int
     # By layer group: FREE, CACHED, HELD or SHARED; the null block is left out.
     blocks: tuple[NDArray[np.uint8], ...]
+    below: tuple[LevelUse, ...]  # levels below the device that have places
     saved: int  # blocks that sharing saves: references beyond the first
     evicted: int  # blocks whose prefix was evicted, since the start
     preempted: int
@@ -105,6 +116,7 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         waiting=_waiting(state),
         num_waiting=len(state.queue),
         blocks=tuple(_blocks(group.pool.refs, group.pool.cached) for group in groups),
+        below=_below(state),
         saved=sum(_saved(group.pool.refs) for group in groups),
         evicted=sum(group.pool.num_evicted for group in groups),
         preempted=counters.preempted,
@@ -117,6 +129,17 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,
     )
+
+
+def _below(state: SchedulerState) -> tuple[LevelUse, ...]:
+    found = []
+    for name, parts in zip(LEVELS[1:], state.kv.levels[1:], strict=True):
+        places = sum(part.num_places for part in parts)
+        if places:
+            held = places - sum(part.num_free for part in parts)
+            cached = sum(len(part.cache) for part in parts)
+            found.append(LevelUse(name, held, cached, places))
+    return tuple(found)
 
 
 def _waiting(state: SchedulerState) -> tuple[Waiting, ...]:

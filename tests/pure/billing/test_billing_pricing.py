@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.request import Cost
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.server.billing.charge import Charge, receipt
 from paceline.server.billing.pricing import (
@@ -131,4 +132,18 @@ def test_factors_that_are_not_given_keep_their_defaults() -> None:
         "standard": (MILLION, MILLION),
         "spot": (250_000, MILLION),
         "batch": (500_000, 500_000),
+        "host": (MILLION, MILLION),
+        "disk": (MILLION, MILLION),
     }
+
+
+def test_cached_tokens_have_a_price_by_where_they_were_loaded_from() -> None:
+    """Of 40 cached tokens 16 came from host memory at half the price, and 8 from a disk for nothing."""
+    used = record(cost=Cost(from_host=16, from_disk=8))
+    plain = receipt(used, Charge(Pricing().quote(PRICES, "standard", 0)))
+    quote = Pricing("host=0.5,disk=0").quote(PRICES, "standard", 0)
+    found = receipt(used, Charge(quote))
+    assert (found["prompt_tokens_cached_host"], found["prompt_tokens_cached_disk"]) == (16, 8)
+    cached = found["price"]["cached_prompt_nano_units"]
+    assert 40 * cached == (40 - 16 - 8 + 16 // 2) * plain["price"]["cached_prompt_nano_units"] > 0
+    assert "prompt_tokens_cached_host" not in receipt(record(), Charge(quote))

@@ -195,7 +195,7 @@ def test_one_that_is_unloaded_while_it_is_read_takes_no_place() -> None:
 
 
 def test_a_load_in_a_thread_is_answered_when_it_is_done() -> None:
-    engine, memory, reads = crowded()
+    engine, _, reads = crowded()
     answers: list[object] = []
     engine.adapters.load_later("a", Path("11"), 4, answers.append)
     engine.adapters.load_later("b", Path("none"), 5, answers.append)

@@ -187,3 +187,18 @@ def test_staging_needs_a_disk_and_places() -> None:
     for options in ({"num_staging_blocks": 1}, {"num_disk_blocks": 5, "num_staging_blocks": 9}):
         with pytest.raises(ConfigError, match="num_staging_blocks"):
             engine_config(num_host_blocks=8, cache_on_host=True, **options)
+
+
+def test_what_eviction_has_learned_outlives_the_engine() -> None:
+    bench = bench_of(staged())
+    for _ in range(3):
+        bench.add(prompt(65), 2)
+        bench.run()
+        bench.clock.advance(60.0)
+    learned = bench.state.kv.learned()
+    assert any(learned[0])
+    again = bench_of(staged())
+    again.scheduler.restore((), (), (), learned)
+    assert again.state.kv.learned() == learned
+    again.scheduler.restore((), (), (), ((float("nan"),) * len(learned[0]), (1.0,), ()))
+    assert again.state.kv.learned() == learned

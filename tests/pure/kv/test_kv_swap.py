@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.config.engine import GroupSpec
+from paceline.kv.block_time import BlockTime
 from paceline.kv.level import Level
 from paceline.kv.swap import Tickets
 from tests.pure.kv.kv_helpers import (
@@ -35,7 +36,7 @@ def test_tickets_have_numbers_of_their_own() -> None:
         kv.swap_out(row, 4, owner=row)
         numbers.append(submit(kv)[2].ticket.tolist())
     assert numbers == [[1], [2]]
-    assert Tickets().open == {}
+    assert Tickets(BlockTime(1)).open == {}
 
 
 def test_a_swap_out_frees_the_row_at_once_and_the_blocks_when_the_copy_is_done() -> None:

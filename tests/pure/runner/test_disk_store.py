@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import random
 import shutil
@@ -255,7 +257,7 @@ def test_another_version_and_sizes_that_cannot_be_are_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="holds no block"):
         open_store(tmp_path / "small", size=100)
     with pytest.raises(ConfigError, match="cannot be allocated"):
-        open_store(tmp_path / "large", size=1 << 60)
+        open_store(tmp_path / "large", size=1 << 60, place=1 << 40)
     assert (tmp_path / "large" / "data").stat().st_size == 0
 
 
@@ -267,4 +269,51 @@ def test_measuring_spoils_nothing_that_survived(tmp_path: Path) -> None:
     fill(store, store.num_places)
     store.measure()
     assert right_blocks(store) == store.num_places - 1
+    store.close()
+
+
+def test_what_was_learned_is_kept_and_a_spoilt_file_is_left_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.load_tables() == ()
+    store.save_tables(((0.1, 1e-300), (), (3.0,)))
+    store.close()
+    again = open_store(tmp_path)
+    assert again.load_tables() == ((0.1, 1e-300), (), (3.0,))
+    text = (tmp_path / "tables").read_text()
+    for spoilt in (text.replace("3.0", "4.0"), text[:9], "", "x\ny\n", "1\n[1]\n"):
+        (tmp_path / "tables").write_text(spoilt)
+        assert again.load_tables() == ()
+    again.close()
+
+
+def test_blocks_that_pass_the_page_cache_by_are_the_same_bytes(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    aligned = memoryview(mmap.mmap(-1, PLACE))
+    for number in range(8):
+        aligned[:] = block_of(number)
+        store.write(number, head_of(number), [aligned])
+    assert right_blocks(store) == 8  # read in two parts, through the cache
+    fill(store, 8)
+    for number in range(8):
+        assert store.read(number, head_of(number), [aligned])
+        assert bytes(aligned) == block_of(number)
+    store.close()
+
+
+def test_a_file_system_that_refuses_to_pass_the_cache_by_is_used_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    direct, write = store._direct, os.pwritev
+
+    def refuse(handle: int, parts: list[memoryview], start: int) -> int:
+        if handle == direct:
+            raise OSError(errno.EINVAL, "not here")
+        return write(handle, parts, start)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    aligned = memoryview(mmap.mmap(-1, PLACE))
+    aligned[:] = block_of(3)
+    store.write(3, head_of(3), [aligned])
+    assert right_blocks(store) == 1
     store.close()

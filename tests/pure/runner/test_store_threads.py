@@ -117,7 +117,9 @@ def test_a_dropped_ticket_touches_no_host_memory_later(
     threads.submit(StepPlan(seq=1, store=moves(1, [0], [0])))
     ended(threads)
     store.may_go.clear()
+    store.is_called.clear()
     threads.submit(StepPlan(seq=2, fetch=moves(2, [5], [0])))
+    store.is_called.wait()
     threads.forget()
     host.rows[5] = 9
     store.may_go.set()

@@ -1,4 +1,4 @@
-"""Ways to break what holds of requests that take the places of others, of paused ones, of trees, of levels and of adapters."""
+"""Ways to break what holds of places taken from others, of paused requests, of trees, of levels and of adapters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import RequestId, RequestState
 from paceline.core.tree import Tree, TreeLimits
+from paceline.kv.reuse import REMEMBERED_TIMES, ReuseOrder
+from paceline.scheduler.loading import Load
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 from tests.pure.scheduler.planned_states import PlannedState, breaks, shared_out
 
@@ -171,7 +173,16 @@ def a_block_is_cached_while_it_is_loaded(planned: PlannedState) -> None:
 def a_request_waits_for_the_disk_for_ever(planned: PlannedState) -> None:
     admission, number = planned.bench.scheduler.composer.admission, next(iter(planned.state.requests))
     admission.loading.waiting.append(number)
-    admission.loading.until_s[number] = planned.state.now_s, 1e9
+    load = Load(Rule.LOADING, 4, load_s=1.0, compute_s=1e9, busy_s=0.0)
+    admission.loading.patience[number] = planned.state.now_s, load
+
+
+@breaks("few_evicted_keys_are_remembered", shared_out)
+def an_order_remembers_more_than_it_may(planned: PlannedState) -> None:
+    order = planned.pool.evictable
+    assert isinstance(order, ReuseOrder)
+    names = range(REMEMBERED_TIMES * planned.pool.num_blocks + 1)
+    order._evicted.update({b"%d" % name: 0 for name in names})
 
 
 @breaks("writes_stay_within_their_budget", loading)
@@ -181,8 +192,9 @@ def more_is_written_than_the_disk_may_take(planned: PlannedState) -> None:
 
 @breaks("a_load_is_sooner_than_computing", loading)
 def what_is_dear_is_loaded(planned: PlannedState) -> None:
-    number = next(iter(planned.state.requests))
-    planned.decisions.append(Decision(DecisionKind.LOAD, number, Rule.LOADS, 4, seconds=9.0))
+    number = next(number for number, request in planned.state.requests.items() if request.blocked)
+    load = Load(Rule.LOADS, 4, load_s=9e9, compute_s=1e-3, busy_s=0.0)
+    planned.bench.scheduler.composer.admission.loading.started.append((number, load))
 
 
 def adapted() -> PlannedState:

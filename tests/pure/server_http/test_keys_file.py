@@ -45,7 +45,7 @@ def test_all_an_entry_says_reaches_the_caller() -> None:
     assert (caller.tenant, caller.service_class, caller.weight) == ("team-a", "interactive", 2.5)
     assert (caller.requests_per_minute, caller.tokens_per_minute) == (600, 1_000_000)
     assert (caller.max_concurrency, caller.lowest_priority_number) == (16, -3)
-    assert caller.adapters == {"poet", "clerk"}
+    assert caller.adapters == frozenset({"poet", "clerk"})
     prices = {"prompt": "0.5", "cached_prompt": "0.1", "output": "2", "kv_block_second": "0.0001"}
     assert caller.prices == Prices(**{name: Decimal(price) for name, price in prices.items()})
 

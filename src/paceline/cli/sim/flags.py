@@ -143,6 +143,16 @@ class SimOptions(CheckedOptions):
     disk_gbps: float = option(
         3.0, "GB a second that the disk reads; half of it for writing", low=1e-3, high=1e3, panel="Deployment"
     )
+    adapters: int = option(
+        0,
+        "adapters that requests have, drawn by Zipf; see --max-loras",
+        low=0,
+        high=100_000,
+        panel="Deployment",
+    )
+    adapter_read_ms: float = option(
+        50.0, "milliseconds to read an adapter that is not in memory", low=0.0, high=1e6, panel="Deployment"
+    )
     model: str = option("llama-3.1-8b", "shape of the model", basic=True, panel="Deployment")
     device: str = option("h200", "device of each replica", basic=True, panel="Deployment")
     cost_model: str = option(

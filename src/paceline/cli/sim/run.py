@@ -93,6 +93,8 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 machine=machine,
                 engine=engine_config(machine, load.workload, {**engine, **chosen}, drafts, levels),
                 clairvoyant=clairvoyant,
+                num_adapters=options.adapters,
+                adapter_read_s=options.adapter_read_ms / 1e3,
                 num_replicas=len(models) or options.replicas,
                 models=models,
                 router=options.router,

@@ -48,6 +48,7 @@ class Figures:
     swapped: int
     finished: int
     blocks: Mapping[str, int]  # free, cached, held, shared
+    below: Mapping[str, Mapping[str, int]]  # host, disk: held, cached, places
     hit_share: float | None
     output_per_s: float
     prompt_per_s: float
@@ -128,6 +129,10 @@ class ServerPicture:
             swapped=snapshot["swapped"],
             finished=snapshot["finished"],
             blocks=_blocks(snapshot),
+            below={
+                name: {"held": held, "cached": kept, "places": places}
+                for name, held, kept, places in snapshot.get("below", ())
+            },
             hit_share=cached / prompt if prompt else None,
             output_per_s=self._rate(lambda message: message["server"]["tokens"][0]),
             prompt_per_s=self._rate(lambda message: message["engine"]["snapshot"]["prompt_tokens"]),

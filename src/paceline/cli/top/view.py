@@ -88,7 +88,15 @@ def _load_lines(figures: Figures, width: int) -> list[Text]:
     return [
         _barred(running, [(figures.running / rows, "█", "green")], rates, width),
         _barred(memory, parts, uses, width),
+        *(_level_line(name, level, width) for name, level in figures.below.items()),
     ]
+
+
+def _level_line(name: str, level: Mapping[str, int], width: int) -> Text:
+    """A level below the device."""
+    cached, places = level["cached"], level["places"]
+    parts = [(level["held"] / places, "█", "green"), (cached / places, "░", "green")]
+    return _barred(_line(name, f"{cached:,} of {places:,}", width), parts, [Text("  cached")], width)
 
 
 def _latency_lines(figures: Figures, width: int) -> list[Text]:

@@ -142,6 +142,7 @@ class Summary:
     recomputed_tokens: int | None  # computed again after preemptions
     kv_block_seconds: float | None  # blocks held by requests; a shared one counts for each
     prefix_hit_share: float | None  # cached / prompt tokens, of requests that were admitted
+    prompt_device_s: float | None  # of step durations, the part of prompt tokens
     # Tokens by which the service of two tenants grew apart while both waited; output tokens count twice.
     fairness_gap: float | None
 
@@ -204,6 +205,7 @@ def summarize(
         recomputed_tokens=_total(record.recomputed_tokens) if record.recomputed_tokens.size else None,
         kv_block_seconds=float(record.kv_block_us.sum()) / 1e6 if record.kv_block_us.size else None,
         prefix_hit_share=_prefix_hit_share(record),
+        prompt_device_s=_prompt_device_s(record, durations),
         fairness_gap=largest_gap(record),
         queue_delay_s=distribution(record.admitted_s - record.arrival_s),
         queue_delay_by_class_s={
@@ -267,6 +269,14 @@ def _kv_waste(record: RunRecord, durations: Floats) -> float | None:
 def _prefix_hit_share(record: RunRecord) -> float | None:
     admitted = np.isfinite(record.admitted_s)
     return _ratio(_total(record.cached_tokens[admitted]), _total(record.prompt_len[admitted]))
+
+
+def _prompt_device_s(record: RunRecord, durations: Floats) -> float | None:
+    """The tokens of a step share its duration equally."""
+    if not record.num_steps:
+        return None
+    tokens = record.step_prefill + record.step_decode
+    return float((record.step_prefill / np.maximum(tokens, 1)) @ durations)
 
 
 def _weighted(values: NDArray[np.int32], durations: Floats, whole: int) -> float | None:

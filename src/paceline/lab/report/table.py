@@ -139,6 +139,7 @@ _MEASURES = (
     _Measure("use", "KV occupancy", "kv_occupancy", format_share),
     _Measure("use", "busy share", "busy_share", format_share),
     _Measure("use", "prefix hit share", "prefix_hit_share", format_share, 1),
+    _Measure("use", "device time of prompts (s)", "prompt_device_s", format_number, -1),
     _Measure("preemption", "total", "preemptions", _count, -1),
     _Measure("preemption", "per request", "preemptions_per_request", format_number, -1),
     _Measure("preemption", "per second", "preemptions_per_s", format_number, -1),

@@ -363,8 +363,8 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.Unblock: Scheduler.unblock,
     inputs.ResetCache: Scheduler.reset_prefix_cache,
     inputs.SetAdapter: Scheduler.set_adapter,
-    inputs.Restored: lambda scheduler, places, keys, uses: scheduler.restore(
-        places, [BlockKey(key, b"") for key in keys], uses
+    inputs.Restored: lambda scheduler, places, keys, uses, learned: scheduler.restore(
+        places, [BlockKey(key, b"") for key in keys], uses, learned
     ),
     inputs.AdapterRead: lambda scheduler, number, failed: scheduler.adapter_read(number, failed=failed),
     inputs.Expired: lambda scheduler, request: scheduler.expire(),

@@ -7,6 +7,7 @@ business, which request comes here the router's.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from paceline.config.engine import Capacity
 from paceline.core.clock import ManualClock
@@ -24,6 +25,7 @@ from paceline.errors import (
 from paceline.factory import build_engine
 from paceline.kv.block_pool import BlockPool
 from paceline.lab.measure import Meter, StepMeter
+from paceline.lab.sim.adapters import TimedReads, simulated_adapters
 from paceline.lab.sim.belady import Arrivals, pools_with
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
@@ -92,6 +94,7 @@ class Replica:
             seed=config.seed,
         )
         self.runner.links = _links_of(config)
+        self._reads = TimedReads(self.clock, config.adapter_read_s)
         self.engine = build_engine(
             config.engine,
             self.runner,
@@ -100,7 +103,10 @@ class Replica:
             recorder=recorder,
             make_pool=BlockPool if arrivals is None else pools_with(arrivals),
             make_checker=InvariantChecker if config.check else None,
+            make_adapters=lambda scheduler: simulated_adapters(scheduler, self._reads),
         )
+        for adapter in range(1, config.num_adapters + 1):
+            self.engine.adapters.load("", Path(str(adapter)))
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)
         self._watcher: RunWatcher | None = None
         self._step = self.engine.step_overlapped if self.engine.depth else self.engine.step
@@ -164,9 +170,9 @@ class Replica:
         if not self.engine.has_requests:
             return None
         now_s = self.clock.now()
-        wakeup_s = self.engine.scheduler.next_wakeup_s()
-        if wakeup_s is not None and wakeup_s > now_s:
-            return wakeup_s
+        chances = (self.engine.scheduler.next_wakeup_s(), self._reads.next_s)
+        if later := [each for each in chances if each is not None and each > now_s]:
+            return min(later)
         # No clock will help: blocks were refused by a fault. A real engine would be asked again soon.
         self._retries += 1
         if self._retries > MAX_RETRIES:

@@ -27,6 +27,7 @@ from paceline.engine.conductor import Conductor, Seat, broken_rules
 from paceline.errors import EngineFailed, InputError
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
+from paceline.lab.sim.adapters import draw_of_requests
 from paceline.lab.sim.belady import Arrivals, arrivals_by_name
 from paceline.lab.sim.faults import draw_aborts, with_bursts
 from paceline.lab.sim.replica import Replica
@@ -53,6 +54,7 @@ class RequestSource:
         self.priorities = draw_priorities(config.priorities, workload, config.seed)
         self._config = config
         self._classes = service_classes(config.priorities, workload)
+        self._adapters = draw_of_requests(config.num_adapters, len(workload), config.seed)
         # A step of zero bytes from one entry to the next: as long as needed, and no memory.
         self._zeros = np.broadcast_to(np.int32(0), int(workload.prompt_len.max(initial=1)))
         self._sampling: dict[tuple[int | None, ...], SamplingParams] = {}
@@ -61,7 +63,7 @@ class RequestSource:
         workload = self.workload
         sampling, arrival_s = self._sampling_of(index), float(workload.arrival_s[index])
         tenant = int(workload.tenant[index])
-        return Request(
+        request = Request(
             RequestId(index),
             self._zeros[: workload.prompt_len[index]],
             sampling,
@@ -71,6 +73,8 @@ class RequestSource:
             deadline_s=sooner(None, arrival_s, sampling.deadline_ms),
             keys=self.keys(index),
         )
+        request.adapter = int(self._adapters[index])
+        return request
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""
@@ -78,7 +82,7 @@ class RequestSource:
         if prefix_ids is None:
             return []
         ids, size, span = prefix_ids[index], self._config.engine.kv.block_size, self.workload.prefix_block
-        tenant = int(self.workload.tenant[index])
+        tenant, adapter = int(self.workload.tenant[index]), int(self._adapters[index])
         known = min(int(self.workload.prompt_len[index]), len(ids) * span)
         keys = []
         for start in range(0, known - size + 1, size):
@@ -86,6 +90,8 @@ class RequestSource:
             # before it too, so that equal keys mean equal beginnings.
             within = ids[start // span : (start + size - 1) // span + 1]
             name = struct.pack(f"<iq{len(within)}q", tenant, start % span, *within)
+            if adapter:
+                name += struct.pack("<i", adapter)
             keys.append(BlockKey(name, name))
         return keys
 

@@ -81,6 +81,8 @@ class SimConfig:
     faults: FaultSpec = field(default_factory=FaultSpec)
     acceptance: Acceptance | None = None  # which drafts are right, where the engine makes any
     clairvoyant: bool = False  # eviction knows what will arrive
+    num_adapters: int = 0  # that requests have, some of them much more often than others
+    adapter_read_s: float = 0.05  # until the folder of one is in memory
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
     models: tuple[
@@ -125,6 +127,11 @@ class SimConfig:
             "faults": asdict(self.faults),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.text}),
             **({"clairvoyant": True} if self.clairvoyant else {}),
+            **(
+                {"adapters": self.num_adapters, "adapter_read_s": self.adapter_read_s}
+                if self.num_adapters
+                else {}
+            ),
             **({} if self.deadline_s is None else {"deadline_s": self.deadline_s}),
             **({"ttft_slo_ms": self.ttft_slo_ms} if self.ttft_slo_ms else {}),
             **({"itl_slo_ms": self.itl_slo_ms} if self.itl_slo_ms else {}),

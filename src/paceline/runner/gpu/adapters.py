@@ -44,7 +44,9 @@ from paceline.runner.gpu.row_memory import NO_PLACE, RowMemory
 AddAdapters = Callable[[int, str, Tensor, Tensor], None]
 AddToLayer = Callable[[str, Tensor, Tensor], None]
 AddToProduct = Callable[[Tensor, Tensor], None]
-PLACES = 16  # adapters that there is room for, unless told
+
+
+_PLACES = 16  # unless the user says how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,11 @@ class AdapterRoom:
     max_rank: int
 
     @classmethod
-    def of(cls, model: ModelConfig, places: int) -> AdapterRoom | None:
-        """None: requests name no adapters. `places`: of --max-loras; 0: not given."""
+    def of(cls, model: ModelConfig, max_loras: int) -> AdapterRoom | None:
+        """`max_loras`: as the user gave it, or 0. None: requests name no adapters."""
         if not model.has_adapters:
             return None
-        return cls(places=places or PLACES, max_rank=model.max_lora_rank)
+        return cls(places=max_loras or _PLACES, max_rank=model.max_lora_rank)
 
     @property
     def panels(self) -> int:
@@ -100,6 +102,15 @@ def products_of(spec: ModelSpec) -> dict[str, tuple[Part, ...]]:
         GATE_UP: (Part("gate", hidden, inner), Part("up", hidden, inner)),
         DOWN: (Part("down", inner, hidden),),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterImage(Adapter):
+    """An adapter as its place holds it."""
+
+    entries: Tensor  # in memory that the device can read
+    table: NDArray[np.int64]  # [layers, parts]: where each part begins
+    panels: int
 
 
 class DeviceAdapters:
@@ -144,21 +155,20 @@ class DeviceAdapters:
     # -- which there are -------------------------------------------------------------------------------------
 
     def put(self, number: int, adapter: Adapter) -> None:
-        """Copy an adapter's matrices to a free place. Raises InvalidAdapter where there is none."""
-        if not self._free:
+        """Copy an adapter's matrices to a free place; the scheduler has as many adapters in memory as there are."""
+        if not self._free:  # rows of a padded batch may have any number of them
             raise InvalidAdapter(
-                f"the GPU has room for {self._room.places} adapters, and all of it is taken: unload one, or start "
-                "with a larger --max-loras",
+                f"the GPU has room for {self._room.places} adapters: start with a larger --max-loras",
                 param="lora_name",
             )
+        image = adapter if isinstance(adapter, AdapterImage) else self.prepare(adapter)
         place = self._free.pop()
-        entries, table, panels = self._image(adapter)
         first = place * self._place_entries
-        table = np.where(table == NOTHING, NOTHING, table + first // UNIT)
+        table = np.where(image.table == NOTHING, NOTHING, image.table + first // UNIT)
         with self._queue.entered():
-            self._pool.entries[first : first + len(entries)].copy_(entries, non_blocking=True)
+            self._pool.entries[first : first + len(image.entries)].copy_(image.entries, non_blocking=True)
             self._pool.table[place].copy_(torch.from_numpy(table.astype(np.int32)))
-            self._pool.panels[place] = panels
+            self._pool.panels[place] = image.panels
         self._places[number] = place
 
     def drop(self, number: int) -> None:
@@ -167,8 +177,8 @@ class DeviceAdapters:
             self._pool.table[place].fill_(NOTHING)
         self._free.append(place)
 
-    def _image(self, adapter: Adapter) -> tuple[Tensor, NDArray[np.int64], int]:
-        """What an adapter's place holds, where each part begins in it, and of how many panels."""
+    def prepare(self, adapter: Adapter) -> AdapterImage:
+        """What takes long of `put`; in any thread."""
         panels = -(-adapter.rank // PANEL)
         ranks, layers = panels * PANEL, self._pool.table.shape[1]
         table = np.full((layers, len(self._parts)), NOTHING, np.int64)
@@ -178,7 +188,14 @@ class DeviceAdapters:
         for (layer, name), pair in sorted(adapter.parts.items()):
             table[layer, self._parts.index(name)] = first // UNIT
             first += _write(entries[first:], pair, ranks)
-        return entries, table, panels
+        return AdapterImage(
+            identity=adapter.identity,
+            rank=adapter.rank,
+            parts={},
+            entries=entries,
+            table=table,
+            panels=panels,
+        )
 
     # -- rows ------------------------------------------------------------------------------------------------
 

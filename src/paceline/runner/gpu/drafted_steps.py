@@ -26,7 +26,7 @@ from paceline.runner.gpu.graphs import (
     DRAWS,
     DraftDrawKey,
     DraftKey,
-    Key,
+    Step,
     StepGraphs,
     draft_key,
     draft_keys,
@@ -77,15 +77,15 @@ class DraftedSteps:
         """Tokens of the steps that there are."""
         return tuple(dict.fromkeys(key.tokens for key in self._keys[False, False]))
 
-    def steps(self) -> dict[Key, Callable[[], object]]:
+    def steps(self) -> list[Step]:
         """Every step that is captured."""
-        steps: dict[Key, Callable[[], object]] = {}
+        steps: list[Step] = []
         for keys in self._keys.values():
-            steps |= {key: partial(self._compute, key) for key in keys}
+            steps += [(key, partial(self._compute, key)) for key in keys]
         for key in self._keys[True, False]:
             for draw in DRAWS:
                 drawn = DraftDrawKey(key.tokens, key.slots, *draw)
-                steps[drawn] = partial(self._draw, drawn)
+                steps.append((drawn, partial(self._draw, drawn)))
         return steps
 
     def warm_up(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,7 @@ class MixedKey(NamedTuple):
 
 
 Key = DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
+Step = tuple[Key, Callable[[], object]]  # what is captured under a key
 
 
 def is_adapted(key: Key) -> bool:
@@ -169,11 +170,12 @@ class StepGraphs:
     """Graphs by key."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        # The type too: as tuples, keys of two kinds may be equal.
+        self._graphs: dict[tuple[type, Key], torch.cuda.CUDAGraph] = {}
 
-    def capture(self, steps: Mapping[Key, Callable[[], object]], stream: torch.cuda.Stream) -> None:
+    def capture(self, steps: Sequence[Step], stream: torch.cuda.Stream) -> None:
         """Capture each of `steps` in `stream`; one of each size is run before, outside of a graph."""
-        by_size = {(type(key), key[0], is_adapted(key)): step for key, step in steps.items()}
+        by_size = {(type(key), key[0], is_adapted(key)): step for key, step in steps}
         for step in by_size.values():
             step()  # loads the products of its size: that must not happen inside a capture
         torch.cuda.synchronize()
@@ -183,22 +185,22 @@ class StepGraphs:
         pool = None
         try:
             # The largest first: others fit into its memory.
-            for key in sorted(steps, key=lambda key: -key[0]):
+            for key, step in sorted(steps, key=lambda pair: -pair[0][0]):
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        steps[key]()
+                        step()
                 except torch.OutOfMemoryError:
                     _logger.warning("no memory for the graph of %s: such steps are launched one by one", key)
                     continue
                 pool = pool or graph.pool()
-                self._graphs[key] = graph
+                self._graphs[type(key), key] = graph
         finally:
             gc.enable()
 
     def replay(self, key: Key) -> bool:
         """Run a captured step; False if there is none."""
-        graph = self._graphs.get(key)
+        graph = self._graphs.get((type(key), key))
         if graph is None:
             return False
         graph.replay()

@@ -49,9 +49,7 @@ class RowMemory:
         self.depth = config.depth  # steps that may be under way beside the one that is planned
         self.num_groups = len(config.kv.groups)
         rows, slots = self.num_rows + 1, self.max_slots + self.num_rows
-        tables = {
-            f"table{group}": (rows, capacity.max_blocks_per_row) for group in range(len(config.kv.groups))
-        }
+        tables = {f"table{group}": (rows, capacity.max_blocks_per_row) for group in range(self.num_groups)}
         shapes = {
             "temperature": (rows, 2),
             "seed": (rows, 2),

@@ -43,8 +43,8 @@ from paceline.runner.gpu.graphs import (
     DecodeKey,
     DecodeKind,
     DrawKey,
-    Key,
     MixedKey,
+    Step,
     StepGraphs,
     decode_keys,
     decode_kinds,
@@ -175,18 +175,18 @@ class GPURunner:
         self._queue.drain()
         watch_compilations()
 
-    def _steps(self) -> dict[Key, Callable[[], object]]:
+    def _steps(self) -> list[Step]:
         """Every step that is captured."""
-        steps: dict[Key, Callable[[], object]] = {}
+        steps: list[Step] = []
         adapted = self.adapters is not None
         for decode in decode_keys(self.max_slots, can_share=self._rows.can_share, adapted=adapted):
-            steps[decode] = partial(self._decode_step, decode)
+            steps.append((decode, partial(self._decode_step, decode)))
         for draw in draw_keys(self.max_slots):
-            steps[draw] = partial(self._draw_step, draw)
+            steps.append((draw, partial(self._draw_step, draw)))
         if self._drafted is not None:
-            steps |= self._drafted.steps()
+            steps += self._drafted.steps()
         for mixed in self._mixed[False] + self._mixed[True]:
-            steps[mixed] = partial(self._forward, self._mixed_shape(mixed), mixed.adapted)
+            steps.append((mixed, partial(self._forward, self._mixed_shape(mixed), mixed.adapted)))
         return steps
 
     def _warm_up(self) -> None:

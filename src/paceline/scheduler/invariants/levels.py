@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.core.events import Rule
+from paceline.kv.reuse import REMEMBERED_TIMES
 from paceline.kv.swap import Ticket
 from paceline.kv.tiers import DISK
 from paceline.scheduler.invariants.registry import HOST, PLANNED, CheckContext, invariant
+from paceline.scheduler.loading import FREES_DEVICE
 from paceline.scheduler.state import SchedulerState
 
 SLACK_S = 1e-6  # times are whole microseconds
@@ -86,28 +87,29 @@ def nothing_is_hit_before_it_is_there(context: CheckContext) -> str | None:
 
 @invariant("T4", moment=PLANNED)
 def no_request_waits_for_a_level_too_long(context: CheckContext) -> str | None:
-    """A request waits for the disk at most as long as computing its prompt would take."""
+    """A request waits for copies at most as long as computing its prompt would take, behind those of others."""
     scheduler = context.scheduler
     loading, state = scheduler.composer.admission.loading, scheduler.state
     for number in loading.waiting:
-        since_s, until_s = loading.until_s[number]
-        most_s = loading.compute_s(0, state.requests[number].num_tokens)
-        if until_s - since_s > most_s + SLACK_S or state.now_s >= until_s:
-            return f"request {number} waits for the disk until {until_s}, {until_s - since_s} s, at {state.now_s}"
+        since_s, load = loading.patience[number]
+        most_s = loading.compute_s(0, state.requests[number].num_tokens) + load.busy_s
+        if load.patience_s > most_s + SLACK_S or state.now_s >= since_s + load.patience_s:
+            return f"request {number} waits for copies since {since_s}, for {load.patience_s} s, at {state.now_s}"
     return None
 
 
 @invariant("T6", moment=PLANNED)
 def a_load_is_sooner_than_computing(context: CheckContext) -> str | None:
+    """Each behind what link and device have to do first."""
     state, loading = context.scheduler.state, context.scheduler.composer.admission.loading
-    for decision in context.decisions:
-        request = state.requests.get(decision.request)
-        if decision.reason is not Rule.LOADS or request is None or request.blocked is None:
+    for number, load in loading.started:
+        request = state.requests.get(number)
+        if request is None or request.blocked is None:
             continue
-        start = int(state.rows.computed[request.row]) - decision.value
-        compute_s = loading.compute_s(start, decision.value)
-        if decision.seconds > compute_s + SLACK_S:
-            return f"request {request.id} loads in {decision.seconds} s what takes {compute_s} s to compute"
+        start = int(state.rows.computed[request.row]) - load.num_tokens
+        compute_s = FREES_DEVICE * loading.compute_s(start, load.num_tokens) + load.busy_s
+        if load.load_s > compute_s + SLACK_S:
+            return f"request {request.id} loads in {load.load_s} s what takes {compute_s} s to compute"
     return None
 
 
@@ -123,6 +125,17 @@ def writes_stay_within_their_budget(context: CheckContext) -> str | None:
     passed_s = context.scheduler.state.now_s - context.since_s
     allowed = budget.most + (passed_s + SLACK_S) / budget.block_s if budget.most else 0.0
     return None if context.stored <= allowed else f"{context.stored} blocks written in {passed_s} s"
+
+
+@invariant("T7", moment=HOST)
+def few_evicted_keys_are_remembered(context: CheckContext) -> str | None:
+    """On every level, at most eight for each of its blocks."""
+    for number, parts in enumerate(context.scheduler.state.kv.levels):
+        for part in parts:
+            kept, most = part.pool.evictable.num_remembered, REMEMBERED_TIMES * part.pool.num_blocks
+            if kept > most:
+                return f"level {number} remembers {kept} evicted keys, for {part.pool.num_blocks} blocks"
+    return None
 
 
 def _places(ticket: Ticket, *, target: bool) -> set[tuple[int, int, int]]:

@@ -214,7 +214,7 @@ class Admission:
             state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
-            state.counters.found(num_computed, request.from_below)
+            state.counters.found(num_computed, request.cost.from_host, request.cost.from_disk)
             waited_s = state.now_s - request.arrival_s
             state.decide(_ADMIT, request, _FITS, num_computed, figures, seconds=waited_s)
         else:

@@ -43,7 +43,7 @@ class Composer:
         """The next plan, or None when there is nothing to compute or copy."""
         state = self._state
         draft = self.last_draft = StepDraft(state.most_decoding)
-        self.admission.loading.waiting.clear()
+        self.admission.loading.begin_step()
         if state.adapters.identities:
             state.adapters.begin_step(state.kv.completed)
         if state.drafts is not None:
@@ -492,8 +492,7 @@ class Composer:
 
     def _plan(self, draft: StepDraft, mask: Mask) -> StepPlan:
         state = self._state
-        rows = state.rows
-        seq = state.kv.submitted + 1
+        rows, seq = state.rows, state.kv.submitted + 1
         advancing, pad_tokens, filling = draft.num_decoding, 0, None
         if state.mode.keeps_finished:
             advancing, pad_tokens = count_set(draft.advancing), sum(draft.pads.values())

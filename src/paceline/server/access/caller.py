@@ -54,3 +54,6 @@ class Caller:
     adapters: frozenset[str] | None = None  # that it may name as models; None: all
     is_admin: bool = False  # may use routes that change or show the server as a whole
     batch_id: str = ""  # of the batch that asks on behalf of the key, if one does
+
+    def may_name(self, adapter: str) -> bool:
+        return self.adapters is None or adapter in self.adapters

@@ -40,6 +40,7 @@ from paceline.server.api.openai_fields import (
 )
 from paceline.server.api.openai_requests import (
     ParsedBody,
+    check_caller,
     checked_messages,
     common_values,
     given_sampling,
@@ -320,7 +321,7 @@ class MessagesRoute(GenerationRoute):
     async def count(self, call: Call) -> Answer:
         service = self.service
         body = self._parsed(self.count_table, call.body)
-        service.check_model(call.caller, body.model)
+        check_caller(call.caller, body.model, service.facts)
         size = check_prompt(body, service.facts.max_model_len, service.settings.limits)
         ids = await service.work(lambda: service.prompt_ids(body), inline=size <= INLINE_CHARS)
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.server.api.fields import FieldTable, ignored_header
-from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.api.openai_requests import ParsedBody, check_caller
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation
 from paceline.server.generate.searching import Found
@@ -170,7 +170,7 @@ class GenerationRoute:
         service = self.service
         service.check_ready(call)
         body = self.parse(call.body)
-        self.service.check_model(call.caller, body.model)
+        check_caller(call.caller, body.model, self.service.facts)
         if body.search is not None:
             found = await service.search(call, body)
             shown = self.found(call, body, found)

@@ -31,7 +31,7 @@ from paceline.server.api.fields import (
 )
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import LARGEST, messages_kind, model_field, template_fields
-from paceline.server.api.openai_requests import ParsedBody, checked_model, template_options
+from paceline.server.api.openai_requests import ParsedBody, check_caller, checked_model, template_options
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
@@ -45,7 +45,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
             _card(name, service)
             for service in services
             for name in (*service.model.names, *service.client.adapters)
-            if service.may_use(call.caller, name)
+            if name in service.model.names or call.caller.may_name(name)
         ]
         page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
@@ -53,7 +53,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
     async def show(call: Call) -> Answer:
         service = service_named(services, call.path["id"])
         name = checked_model(call.path["id"], service.facts)
-        service.check_model(call.caller, name)
+        check_caller(call.caller, name, service.facts)
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     return [
@@ -227,7 +227,7 @@ class TokenRoutes:
         service = self._service
         read = self.tokenize_table.read(call.body, strict=service.settings.strict_fields)
         body = self._body(read.fields)
-        service.check_model(call.caller, body.model)
+        check_caller(call.caller, body.model, service.facts)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
@@ -250,7 +250,7 @@ class TokenRoutes:
     async def detokenize(self, call: Call) -> Answer | Events:
         service = self._service
         read = self.detokenize_table.read(call.body, strict=service.settings.strict_fields)
-        service.check_model(call.caller, checked_model(read.fields.get("model"), service.facts))
+        check_caller(call.caller, checked_model(read.fields.get("model"), service.facts), service.facts)
         ids = read.fields["tokens"]
         service.tokenizer.check_ids(ids, param="tokens")
         text = await service.work(

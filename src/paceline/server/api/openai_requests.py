@@ -17,6 +17,7 @@ from paceline.core.tree import TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
+from paceline.server.access.caller import Caller
 from paceline.server.api.fields import FieldTable, Given
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 from paceline.server.api.openai_fields import (
@@ -182,14 +183,19 @@ def checked_model(name: object, facts: ModelFacts) -> str:
     if name is None:
         return facts.names[0]
     if name not in facts.names and name not in facts.adapters:
-        raise unknown_model(name, facts)
+        raise _unknown(name, facts)
     return str(name)
 
 
-def unknown_model(name: object, facts: ModelFacts) -> UnknownModel:
-    return UnknownModel(
-        f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}", param="model"
-    )
+def check_caller(caller: Caller, model: str, facts: ModelFacts) -> None:
+    """Raises UnknownModel for an adapter that a key may not use, as for one that is not there."""
+    if model not in facts.names and not caller.may_name(model):
+        raise _unknown(model, facts)
+
+
+def _unknown(name: object, facts: ModelFacts) -> UnknownModel:
+    message = f"the model {name!r:.128} is not loaded; there is {', '.join(facts.names)}"
+    return UnknownModel(message, param="model")
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import msgspec
 from paceline.errors import InvalidRequest
 from paceline.server.api.fields import FLAG, Field, FieldTable, ignored_header, number, whole
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS, PRIORITY_KIND
-from paceline.server.api.openai_requests import BodyParser
+from paceline.server.api.openai_requests import BodyParser, check_caller
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call
 from paceline.server.generate.estimates import estimate_body
@@ -96,7 +96,7 @@ def estimate_routes(service: Service) -> list[Route]:
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         body = (chat if "messages" in given else completions).parse(given, service.facts)
-        service.check_model(call.caller, body.model)
+        check_caller(call.caller, body.model, service.facts)
         if len(body.prompts) > 1:
             raise InvalidRequest("an estimate is of one prompt", param="prompt")
         found = estimate_body(body.model, await service.estimate(call, body))

@@ -63,6 +63,8 @@ class Charge:
         return self.quote.amounts(
             computed=max(0, used.num_prompt - used.num_cached),
             cached=min(used.num_cached, used.num_prompt),
+            host=cost.from_host,
+            disk=cost.from_disk,
             output=self._output(used.num_output),
             block_us=max(0, cost.block_us - cost.redone_block_us),
         )
@@ -139,6 +141,7 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
         **({"adapter": used.adapter} if used.adapter else {}),
         "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached),
         "prompt_tokens_cached": used.num_cached,
+        **_below(cost),
         "recomputed_tokens": cost.redone,
         **({"lossy": True, "kv_dropped_tokens": cost.dropped} if cost.dropped else {}),
         "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
@@ -147,6 +150,12 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
         "preemptions": {"recompute": used.preemptions - cost.swaps, "swap": cost.swaps},
         "price": {**amount_values(amounts), **factor_values(quote)},
     }
+
+
+def _below(cost: Cost) -> dict[str, int]:
+    """Of the cached tokens, those that were loaded from host memory and from a disk, where there are any."""
+    loaded = {"prompt_tokens_cached_host": cost.from_host, "prompt_tokens_cached_disk": cost.from_disk}
+    return loaded if any(loaded.values()) else {}
 
 
 def amount_values(amounts: Amounts) -> dict[str, int]:

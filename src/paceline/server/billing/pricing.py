@@ -23,6 +23,7 @@ FACTOR_DECIMALS = 6
 # Nano-units (more than a billion units): fits a column of the ledger with room to add.
 LARGEST_AMOUNT = 2**60
 DEFAULT_FACTORS = BillingConfig().price_factors
+HOST, DISK = "host", "disk"  # beside the classes: where cached tokens were loaded from
 LARGEST_FACTOR = 1000
 CALM = MILLION // 2  # up to this load spot costs its floor
 
@@ -71,17 +72,24 @@ class Quote:
     rates: Rates
     factor: int = MILLION  # millionths, of the class
     load: int | None = None  # millionths: what the factor was read off at, where it depends on that
+    # Millionths, on the price of cached tokens that were loaded from there.
+    host_factor: int = MILLION
+    disk_factor: int = MILLION
 
     @property
     def output_price(self) -> int:
         """Micro-units for a million output tokens: what `max_price` is compared with."""
         return self.rates.output * self.factor // MILLION
 
-    def amounts(self, *, computed: int, cached: int, output: int, block_us: int) -> Amounts:
+    def amounts(
+        self, *, computed: int, cached: int, output: int, block_us: int, host: int = 0, disk: int = 0
+    ) -> Amounts:
+        """`host` and `disk`: of the cached tokens, those loaded from there."""
         rates, factor = self.rates, self.factor
+        weighed = (cached - host - disk) * MILLION + host * self.host_factor + disk * self.disk_factor
         return Amounts(
             prompt=tokens_amount(computed, rates.prompt, factor),
-            cached_prompt=tokens_amount(cached, rates.cached_prompt, factor),
+            cached_prompt=tokens_amount(weighed, rates.cached_prompt, factor, parts=MILLION),
             output=tokens_amount(output, rates.output, factor),
             kv=blocks_amount(block_us, rates.kv_block_second, factor),
         )
@@ -113,6 +121,8 @@ class Pricing:
             rates=Rates.of(prices),
             factor=curve.at(load),
             load=load if follows else None,
+            host_factor=self._curves[HOST].floor,
+            disk_factor=self._curves[DISK].floor,
         )
 
     def check(self, quote: Quote, max_price: Decimal | None) -> None:
@@ -145,13 +155,14 @@ def engine_load(under_way: int, rows: int, blocks_used: int, blocks: int) -> int
 
 def read_factors(text: str) -> dict[str, PriceCurve]:
     """`--price-factors`: a number for each class, two with a colon between them for a curve."""
-    curves = {name: PriceCurve(floor=MILLION, cap=MILLION) for name in CLASSES}
+    names = (*CLASSES, HOST, DISK)
+    curves = {name: PriceCurve(floor=MILLION, cap=MILLION) for name in names}
     given = text if text == DEFAULT_FACTORS else f"{DEFAULT_FACTORS},{text}"
     for part in given.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or name not in curves:
             raise ConfigError(
-                f"--price-factors takes class=number for {', '.join(CLASSES)}, separated by commas, not {part!r:.60}"
+                f"--price-factors takes class=number for {', '.join(names)}, separated by commas, not {part!r:.60}"
             )
         low, colon, high = value.partition(":")
         if colon and name != SPOT:
@@ -197,9 +208,9 @@ def scaled(value: Decimal, decimals: int) -> int:
     return int(whole)
 
 
-def tokens_amount(tokens: int, rate: int, factor: int) -> int:
-    """Nano-units for tokens at `rate` micro-units a million, times `factor` millionths."""
-    return min(tokens * rate * factor // 10**9, LARGEST_AMOUNT)
+def tokens_amount(tokens: int, rate: int, factor: int, parts: int = 1) -> int:
+    """Nano-units for tokens, in so many parts each, at `rate` micro-units a million, times `factor` millionths."""
+    return min(tokens * rate * factor // (10**9 * parts), LARGEST_AMOUNT)
 
 
 def blocks_amount(block_us: int, rate: int, factor: int) -> int:

@@ -30,9 +30,8 @@ from paceline.process.client import (
     EngineStream,
     EngineUnavailable,
 )
-from paceline.server.access.caller import Caller
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
-from paceline.server.api.openai_requests import ModelFacts, ParsedBody, unknown_model
+from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
@@ -149,15 +148,6 @@ class Service:
     def facts(self) -> ModelFacts:
         """Raises EngineUnavailable before the model is loaded for the first time."""
         return self._loaded().facts
-
-    def may_use(self, caller: Caller, name: str) -> bool:
-        """Whether a key may name a model; adapters of others are as good as not there."""
-        return caller.adapters is None or name in caller.adapters or name in self.model.names
-
-    def check_model(self, caller: Caller, name: str) -> None:
-        """Raises UnknownModel for an adapter that a key may not use, as for one that is not there."""
-        if not self.may_use(caller, name):
-            raise unknown_model(name, self.facts)
 
     def check_ready(self, call: Call) -> None:
         """Refuse at once what cannot be answered now, before its body is looked at."""

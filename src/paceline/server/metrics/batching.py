@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from paceline.core.counters import STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES
+from paceline.core.counters import LEVELS, STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES, Counters
 from paceline.core.events import Rule
 from paceline.costs.model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
@@ -164,6 +164,7 @@ class BatchingMetrics:
         text = "Requests with a structure that have ended, by outcome; unfinished: by length or otherwise."
         ended = {name: stats.counters.structures.get(name, 0) for name in STRUCTURE_OUTCOMES}
         yield make.counter_by("outcome", "structured_requests", text, ended)
+        yield from level_families(stats.counters, info, make)
         steps = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
         steps.counts = list(stats.counters.steps_by_tokens)
         steps.total = stats.counters.computed_tokens
@@ -266,3 +267,31 @@ def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
         decode_context=stats.counters.decode_context,
         logit_rows=stats.counters.logit_rows,
     )
+
+
+LOADS = (Rule.LOADS, Rule.COMPUTES, Rule.LOADING, Rule.MAKING_ROOM, Rule.LOAD_FAILED)
+WAYS = tuple(f"{level}_{way}" for level in LEVELS[1:] for way in ("out", "in"))
+
+
+def level_families(counters: Counters, info: EngineInfo | None, make: Families) -> Iterator[Metric]:
+    """What is found on the levels of the KV cache, and copied between them."""
+    device, host, disk = counters.found_tokens
+    text = "Prompt tokens of admitted requests, by where they came from; local_cache_hit: the device."
+    sources = {"local_compute": counters.prompt_tokens - counters.cached_tokens, "local_cache_hit": device}
+    yield make.counter_by("source", "prompt_tokens_by_source", text, {**sources, "host": host, "disk": disk})
+    block_bytes = 0 if info is None else info.kv_bytes // info.num_blocks
+    copied = {way: block_bytes * counters.copied_blocks.get(way, 0) for way in WAYS}
+    text = "KV copied between the device and host memory, and between host memory and a disk."
+    yield make.counter_by("way", "kv_copy_bytes", text, copied)
+    text = "Time of these copies, from the plan of a step to the word that they are done."
+    yield make.counter_by(
+        "way", "kv_copy_seconds", text, {way: counters.copy_s.get(way, 0.0) for way in WAYS}
+    )
+    text = "Copies that failed; what they held is computed again."
+    failed = {way: counters.failed_copies.get(way, 0) for way in WAYS}
+    yield make.counter_by("way", "kv_copy_failures", text, failed)
+    text = "What became of prefixes that host memory or a disk had for a request, by the rule."
+    loads = {rule.value: counters.loads.get(rule.value, 0) for rule in LOADS}
+    yield make.counter_by("result", "kv_loads", text, loads)
+    text = "Time that loaded prefixes would have taken to compute, less that of their copies."
+    yield make.counter("kv_load_saved_seconds", text, counters.load_saved_s)

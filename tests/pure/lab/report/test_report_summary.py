@@ -79,6 +79,10 @@ def test_shares_are_weighted_by_the_length_of_steps() -> None:
     assert summary.kv_waste == pytest.approx(1 - (10 * 1 + 30 * 3 + 80 * 1) / (20 * 1 + 40 * 3 + 100 * 1))
 
 
+def test_the_tokens_of_a_step_share_its_time() -> None:
+    assert summarize(record()).prompt_device_s == pytest.approx(1 + 3 * 12 / 13 + 30 / 33)
+
+
 def test_busy_share_counts_all_replicas() -> None:
     assert summarize(record()).busy_share == pytest.approx(0.5)
     assert summarize(record(num_replicas=2, step_replica=[0, 1, 0])).busy_share == pytest.approx(0.25)
@@ -184,6 +188,7 @@ def test_an_empty_run_has_no_measures_and_no_warnings() -> None:
         "preemptions_per_request",
         "preemptions_per_s",
         "prefix_hit_share",
+        "prompt_device_s",
     ):
         assert getattr(summary, name) is None, name
     assert summary.ttft_s.p99 is None

@@ -85,6 +85,7 @@ def test_every_measure_of_a_summary_has_a_row() -> None:
         "KV waste",
         "busy share",
         "prefix hit share",
+        "device time of prompts (s)",
         "per request",
         "per second",
         "queue delay",

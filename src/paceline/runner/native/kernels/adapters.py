@@ -1,8 +1,8 @@
 """Adapters in a step's products: x A^T B^T for the tokens of rows that have one.
 
 A phase before a product makes what is between the two matrices, a token's `low`, from the product's inputs, block by
-block of tokens of one adapter; the product then adds B's columns to its own before anything else is done with them. Sums
-go over a token's own numbers in one written order: a token has the same bits whatever stands beside it.
+block of tokens of one adapter; the product then adds B's columns to its own before anything else is done with them.
+Sums go over a token's own numbers in one written order: a token has the same bits whatever stands beside it.
 
     low      [token][part][rank]  float32
     A        [rank][inputs], ranks a multiple of four;   B   panels of 16 outputs, [rank][16]

@@ -166,6 +166,20 @@ export function drawLatencies(place, figures) {
   );
 }
 
+// Levels below the device: what requests and copies hold, what can be hit, and the rest.
+export function drawLevels(place, snapshot) {
+  place.replaceChildren(
+    ...(snapshot.below ?? []).map(([name, held, cached, places]) => {
+      const line = document.createElement("div"), label = document.createElement("span"), bar = document.createElement("i");
+      label.textContent = name;
+      bar.style.setProperty("--of-held", `${(100 * held) / places}%`);
+      bar.style.setProperty("--of-used", `${(100 * Math.min(places, held + cached)) / places}%`);
+      line.append(label, bar, `${cached.toLocaleString("en")} of ${places.toLocaleString("en")} blocks hold a prefix`);
+      return line;
+    }),
+  );
+}
+
 export function drawTenants(place, snapshot) {
   const blocks = snapshot.rows[snapshot.columns.indexOf("blocks")], shares = snapshot.tenants.map((name) => ({ name, rows: 0, blocks: 0 }));
   snapshot.tenant_of.forEach((tenant, index) => {

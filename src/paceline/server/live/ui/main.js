@@ -6,7 +6,7 @@ import { Charts } from "./charts.js";
 import { Drawer } from "./drawer.js";
 import { onTheme } from "./colours.js";
 import { ask, follow, isKeyProblem, keyring } from "./feed.js";
-import { Figures, drawGauges, drawLatencies, drawTenants } from "./figures.js";
+import { Figures, drawGauges, drawLatencies, drawLevels, drawTenants } from "./figures.js";
 import { LaneList } from "./lane_list.js";
 import { Lanes } from "./lanes.js";
 import { Names } from "./names.js";
@@ -137,6 +137,7 @@ function drawRest(now, known, at) {
   blocks.draw(stage.snapshot);
   drawGauges(byId("gauges"), figures, stage.snapshot, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
+  drawLevels(byId("levels"), stage.snapshot);
   drawTenants(byId("tenants"), stage.snapshot);
   queue.draw(now);
   list.draw(drawer.request);
