@@ -41,7 +41,11 @@ def cheap_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     host_code()
     # Heads of 32, which int8 KV needs.
-    sizes = {"max_position_embeddings": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "max_position_embeddings": 512,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     folder = write_model(tmp_path_factory.mktemp("model"), **sizes)
     return write_weights(folder)
 
