@@ -22,11 +22,13 @@ from paceline.core.clock import ManualClock
 from paceline.core.request import BlockKey, BlockReason, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
+from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import EngineFailed, PacelineError
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
+from tests.fake_adapters import HeldReads, Memory, read
 from tests.fakes import FakeRunner, Faults
 
 FULL = (GroupSpec(),)
@@ -60,6 +62,9 @@ class FaultyHooks(PrefixKeyHooks):
             raise error(name)
 
 
+ADAPTERS = (1, 2)
+
+
 class Traffic:
     """A run of random inputs over a `FakeRunner`, all from one seed. `seen` counts what happened."""
 
@@ -75,7 +80,10 @@ class Traffic:
             clock=self.clock,
             hooks=self.hooks,
             recorder=RunLogWriter(path, run_header(config, seed=seed)),
+            make_adapters=lambda scheduler: Adapters(scheduler, Memory(), read, HeldReads()),
         )
+        for number in ADAPTERS:
+            self.engine.adapters.load("", Path(str(number)))
         self.scheduler = self.engine.scheduler
         self.prompts = [self._tokens(30) for _ in range(3)]
         self.seen: Counter[str] = Counter()
@@ -143,7 +151,7 @@ class Traffic:
             SamplingParams(max_tokens=6),
             arrival_s=self.clock.now(),
         )
-        request.adapter, request.model = self.rng.randint(0, 2), self.rng.randint(0, 1)
+        request.adapter, request.model = self.rng.randint(0, len(ADAPTERS)), self.rng.randint(0, 1)
         self._quietly(lambda: self.scheduler.add([request]))
 
     def fork(self) -> None:

@@ -65,17 +65,17 @@ class World:
         *,
         drafts: bool = True,
         trees: bool = True,
+        drops: bool = True,
     ) -> None:
-        """`drafts`, `trees`: False: there are none, whatever the seed says."""
+        """`drafts`, `trees`, `drops`: False: there are none, whatever the seed says."""
         self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
-        paced = draw_pace(random.Random(seed + 2), draw_config(rng))
-        self.config = draw_steering(seed, paced)
+        self.config = draw_steering(seed, draw_pace(random.Random(seed + 2), draw_config(rng)))
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
         self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
-        self.drops_kv = self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
+        self.drops_kv = drops and self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
