@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from paceline.config.process import ProcessConfig
 from paceline.engine.conductor import Conductor, Needs, Seat
@@ -82,7 +83,11 @@ def _load(configure: frames.Configure, note: LoadProgress) -> tuple[list[LoadedM
     models, infos = [], []
     for model, given, share in entries:
         started_s = time.monotonic()
-        tell = partial(_note_named, note, share.name) if configure.further else note
+        tell = (
+            partial(_note_named, note, share.name or Path(model.model or "").name)
+            if configure.further
+            else note
+        )
         loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell)
         models.append(loaded)
         infos.append(_info(loaded, time.monotonic() - started_s))
