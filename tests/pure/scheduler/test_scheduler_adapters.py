@@ -137,7 +137,8 @@ def test_no_adapter_starves_behind_popular_ones(policy: str) -> None:
         nonlocal serial
         while len(made.state.requests) < 10:
             serial += 1
-            made.add(prompt(5, serial), 6, adapter=1 + serial % 2)
+            # Of unequal lengths: no adapter happens to be without rows.
+            made.add(prompt(5, serial), 5 + 7 * (serial // 2 % 3), adapter=1 + serial % 2)
 
     keep_busy()
     made.step(4)
