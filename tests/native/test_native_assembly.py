@@ -60,7 +60,7 @@ def test_the_loops_of_products_are_the_expected_ones(name: str, machine: str, tm
     found: dict[int, list[int]] = {}
     for loop in innermost_loops(text):
         dots = sum(bool(re.search(expected.dot, line)) for line in loop)
-        if dots:
+        if dots >= 8 * registers:  # loops over keys in bytes have a vector for each row
             rows, rest = divmod(dots, 8 * registers)
             assert not rest, "a loop computes a whole group of some rows"
             found.setdefault(rows, []).append(sum(bool(STACK.search(line)) for line in loop))
