@@ -48,6 +48,7 @@ NOT_RUN: dict[str, str] = {
     "paceline bench latency --model ./my-model": TAKES_MINUTES,
     "paceline bench structured --clients 8": TAKES_MINUTES,
     "paceline bench drafts": OTHER_DATA,
+    "paceline serve ./my-model --device cuda": NEEDS_GPU,
     "paceline bench throughput --shape qwen3-0.6b": NEEDS_GPU,
     "paceline bench throughput --shape llama-3.1-8b": NEEDS_GPU,
     "paceline bench latency --shape llama-3.1-8b": NEEDS_GPU,
