@@ -273,14 +273,15 @@ class Composer:
         if len(self._state.queue):
             head = self._state.waiting_in_order(1)[0]
             outranked = set(self.displacement.outranked(head).tolist())
-        behind = [row for row in prompts if row in outranked]
+        owners = self._state.rows.requests
+        behind = {row: owners[row] for row in prompts if row in outranked}
         for row in prompts:
             if row not in outranked:
                 self._span(draft, row, min(draft.left, cap))
         if behind:
             self._admit_urgent(draft, set(behind), cap)
-        for row in behind:
-            if row not in draft.spans:
+        for row, request in behind.items():
+            if row not in draft.spans and owners[row] is request:  # it may have failed meanwhile
                 self._span(draft, row, min(draft.left, cap))
 
     def _admit_urgent(self, draft: StepDraft, behind: set[int], cap: int) -> None:
