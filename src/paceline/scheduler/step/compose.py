@@ -8,6 +8,7 @@ a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import numpy as np
 
@@ -274,10 +275,11 @@ class Composer:
             head = self._state.waiting_in_order(1)[0]
             outranked = set(self.displacement.outranked(head).tolist())
         owners = self._state.rows.requests
-        behind = {row: owners[row] for row in prompts if row in outranked}
-        for row in prompts:
-            if row not in outranked:
-                self._span(draft, row, min(draft.left, cap))
+        # Only the end of the order: age may put a prompt before others that no waiting request outranks.
+        first = len(prompts) - sum(1 for _ in takewhile(outranked.__contains__, reversed(prompts)))
+        behind = {row: owners[row] for row in prompts[first:]}
+        for row in prompts[:first]:
+            self._span(draft, row, min(draft.left, cap))
         if behind:
             self._admit_urgent(draft, set(behind), cap)
         for row, request in behind.items():
