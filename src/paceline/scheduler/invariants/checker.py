@@ -261,9 +261,14 @@ class InvariantChecker:
         self._silent = self._silent + 1 if plan is not None else 0
         if self._silent < SILENT_STEPS:
             return
-        config, fewest = self._scheduler.state.config, self._scheduler.state.dial.fewest
+        state = self._scheduler.state
+        config, fewest = state.config, state.dial.fewest
+        if (
+            state.kv.keeping
+        ):  # a row that drops KV is computed again in pieces of a block at most, cut where one leaves
+            fewest = min(fewest, max(1, state.kv.block_size // 2))
         patience = -(-config.max_model_len // fewest) + config.max_num_seqs + SILENT_STEPS
-        if self._silent > patience * 2 * (1 + len(self._scheduler.state.flights)) + self._padding:
+        if self._silent > patience * 2 * (1 + len(state.flights)) + self._padding:
             self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
             self.flush()
 
