@@ -87,7 +87,7 @@ def report(total: Counter[str], seconds: float, arguments: argparse.Namespace) -
     )
     print(f"{wide:.0%} of the steps have 8 or more rows")
     missing = [name for name in REQUIRED if total[name] < arguments.require]
-    if arguments.require and wide < 0.25:
+    if arguments.require and wide < 0.15:
         missing.append("steps with 8 or more rows")
     if missing:
         print(f"too seldom (at least {arguments.require:,} wanted): {', '.join(missing)}")
