@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
+    from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
 NO_PROMPT_LIMIT = (
@@ -247,6 +248,7 @@ def load_model(
     if disk is not None:
         notices += disk.attach(engine.scheduler)
         engine.on_close = disk.close
+        engine.before_plan = disk.tell if disk.is_shared else None
     return LoadedModel(
         engine=engine,
         config=config,
@@ -271,7 +273,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
-    disk: DiskLevel | None = None
+    disk: StoreLevel | None = None
     sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
 
 
@@ -285,9 +287,9 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.sleeper import CPUSleeper
+    from paceline.runner.store_level import StoreLevel
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
@@ -312,7 +314,7 @@ def _on_cpu(
     about = {name: value for name, value in backend.about.items() if name != "threads"}
     drafting = drafts and (drafts.method, drafts.model)
     known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     hardware = Hardware(
         device="cpu",
@@ -466,7 +468,7 @@ def _torch_backend(
         make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
-        about={"name": "torch", "threads": free.most},
+        about={"name": "torch", "version": version("torch"), "threads": free.most},
         further=() if net is None else net.layers,
         make_drafter=None if net is None else partial(model_drafter, net),
     )
@@ -485,7 +487,6 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
     from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
@@ -494,6 +495,7 @@ def _on_gpu(
     from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
     from paceline.runner.guessers import open_guesser
     from paceline.runner.sizing import block_seconds
+    from paceline.runner.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)
@@ -514,8 +516,9 @@ def _on_gpu(
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    drafting = drafts and (drafts.method, drafts.model)
+    known = (name, torch.__version__, config.kv.block_size, dtype, kv_dtype, model.quantization, drafting)
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = _with_drafts(config, drafts)

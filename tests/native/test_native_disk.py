@@ -21,7 +21,7 @@ from paceline import LLM
 from paceline.audit.runlog import read_run_log
 from paceline.errors import ConfigError
 from paceline.lab.sim.replayer import replay
-from paceline.runner.disk_level import DiskLevel
+from paceline.runner.store_level import StoreLevel
 from tests.e2e.model_cli import environment
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
@@ -34,7 +34,7 @@ SIZE = 4 << 20  # about half of what all prompts take
 
 @pytest.fixture(autouse=True)
 def cheap_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskLevel, "with_rates", disk_victim.cheap_disk)
+    monkeypatch.setattr(StoreLevel, "with_rates", disk_victim.cheap_disk)
 
 
 @pytest.fixture(scope="module")

@@ -244,9 +244,9 @@ class SetAdapter(Input):
 
 @_logged_as("restored")
 class Restored(Input):
-    """What earlier runs have left on the disk can be hit from now on."""
+    """What earlier runs, or other servers, have left on the disk can be hit from now on."""
 
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # none: wherever there is room
     keys: tuple[bytes, ...]
     uses: tuple[int, ...]
     learned: tuple[tuple[float, ...], ...] = ()  # by their eviction, by level

@@ -90,6 +90,7 @@ class Engine:
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
         self.on_close: Callable[[], object] = lambda: None  # called last, once
+        self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -404,6 +405,8 @@ class Engine:
             self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
+        if self.before_plan is not None:
+            self.before_plan()
         plan = self.scheduler.schedule()
         if self.scheduler.state.adapters.orders:
             self.adapters.obey()

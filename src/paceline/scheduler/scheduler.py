@@ -431,7 +431,8 @@ class Scheduler:
         uses: Sequence[int],
         learned: tuple[tuple[float, ...], ...] = (),
     ) -> None:
-        """Earlier runs have left prefixes on the disk, and have learned by level. Before anything is added."""
+        """Earlier runs have left prefixes on the disk, and have learned by level: before anything is added. Or, without
+        places, other servers have, at any time."""
         names = tuple([key.key for key in keys])
         self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses), learned=learned))
         self.state.kv.learn(learned)
