@@ -30,7 +30,7 @@ from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage
 from paceline.runner.gpu.kernels.packed_product import group_numbers
-from paceline.runner.gpu.linears import GroupedLinear, ScaledLinear
+from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear
 from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
@@ -81,7 +81,7 @@ class RoundedStorage(DenseStorage):
         if self._quantization == "auto" or not weights[0].name.startswith("model.layers."):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
-            group = 128 if matrix.shape[1] % 128 == 0 else 32
+            group = next(size for size in GROUPS if matrix.shape[1] % size == 0)
             return DenseLinear(reference_packed(*group_numbers(matrix, group, torch.float32)).float())
         return RoundedLinear(matrix, EIGHT[self._quantization])
 

@@ -310,7 +310,7 @@ class DeviceStorage:
     def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
         self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")
         made = packed(matrix, self._dtype)
-        self._check_finite(made.scale, name)
+        self._check_finite(made.pairs, name)
         return made
 
     def _check_fit(self, fits: bool, matrix: Tensor, name: str, steps: str) -> None:

@@ -128,7 +128,8 @@ class DeviceDecoder:
         self._residual, self._normed, self._update = (room(max_tokens, width) for _ in range(3))
         self._product = room(max_tokens, heads)
         self._wide, self._narrow = room(max_tokens, 2 * inner), room(max_tokens, inner)
-        self._parts = torch.zeros(MAX_PARTS * MAX_ROWS * width, device=device)
+        most_rows = max([MAX_ROWS, *(linear.most_rows for linear in grouped)])
+        self._parts = torch.zeros(MAX_PARTS * most_rows * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
@@ -305,7 +306,7 @@ class DeviceDecoder:
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
         if isinstance(linear, GroupedLinear):
-            if len(x) <= MAX_ROWS:
+            if len(x) <= linear.most_rows:
                 out, cut = into[: len(x)], linear.tuning(len(x), linear.weight.shape[0])
                 linear.product(out, x, tuning=cut, overlapped=overlapped)
                 return out if linear.bias is None else out.add_(linear.bias)
@@ -350,7 +351,7 @@ class DeviceDecoder:
             return self._scaled_times(x, linear, self._update, overlapped)
         assert isinstance(x, Tensor)
         if isinstance(linear, GroupedLinear):
-            if is_bare and len(x) <= MAX_ROWS:
+            if is_bare and len(x) <= linear.most_rows:
                 tuning = linear.tuning(len(x), linear.weight.shape[0], narrow=True)
                 parts = self._parts_for(tuning, x, linear.weight.shape[0])
                 linear.product(parts, x, tuning=tuning, overlapped=overlapped)
@@ -428,7 +429,7 @@ class DeviceDecoder:
         narrow = self._narrow[: len(normed)]
         shape = (len(normed), narrow.shape[1], normed.shape[1])
         if isinstance(gate_up, GroupedLinear):
-            if gate_up.bias is None and len(normed) <= MAX_ROWS and self._activation == "silu":
+            if gate_up.bias is None and len(normed) <= gate_up.most_rows and self._activation == "silu":
                 cut = gate_up.tuning(*shape[:2])
                 gate_up.product(narrow, normed, tuning=cut, gated=True, overlapped=overlapped)
                 return narrow

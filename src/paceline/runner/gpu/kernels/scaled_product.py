@@ -19,13 +19,18 @@ from torch import Tensor
 
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows
-from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import (
+    MAX_ROWS,
+    ProductTuning,
+    fitting_parts,
+    fitting_tile,
+    launch_product,
+)
 
 _FEWEST_ROWS = 16  # of a matrix instruction
 INNER_STEP = (
     32  # what the inner dimension must be a multiple of: entries of eight bits in a matrix instruction
 )
-_TILES = (64, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,12 @@ class ScaledWeight:
 
 def scaled_tuning(rows: int, columns: int, inner: int, *, narrow: bool = False) -> ProductTuning:
     """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
-    parts = 1
-    if narrow and columns <= 4096:
-        many = 4 if columns <= 2048 or rows <= _FEWEST_ROWS else 2
-        parts = next((parts for parts in (many, 2) if inner % (128 * parts) == 0), 1)
+    many = 4 if columns <= 2048 or rows <= _FEWEST_ROWS else 2
+    parts = fitting_parts(many, inner, 128) if narrow and columns <= 4096 else 1
     step = next((step for step in (256, 128, 64) if inner % (step * parts) == 0), INNER_STEP)
-    tile = next((tile for tile in _TILES if columns % tile == 0), _TILES[-1])
-    return ProductTuning(columns=tile, inner=step, parts=parts, num_stages=4 if step > 128 else 6)
+    return ProductTuning(
+        columns=fitting_tile(columns), inner=step, parts=parts, num_stages=4 if step > 128 else 6
+    )
 
 
 def scaled_gated_tuning(rows: int, columns: int, inner: int) -> ProductTuning:
@@ -72,33 +76,17 @@ def scaled_product(
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
     [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
     """
-    rows, inner = x.q.shape
-    columns = weight.q.shape[0] // (2 if gated else 1)
-    assert x.q.dtype == weight.q.dtype and weight.q.shape[1] == inner
-    assert columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
-    assert weight.q.is_contiguous() and x.q.is_contiguous() and out.is_contiguous()
-    assert tuning.parts == 1 or not gated
-    overlapped = overlapped and tuning.starts_early
-    row_tile = min(tuning.rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
-    _scaled_kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
+    assert x.q.dtype == weight.q.dtype and weight.q.shape[1] == x.q.shape[1]
+    launch_product(
+        _scaled_kernel,
         out,
-        x.q,
-        x.scale,
-        weight.q,
-        weight.scale,
-        rows,
-        INNER=inner,
-        COLUMNS=columns,
-        PARTS=tuning.parts,
-        TILE=tuning.columns,
+        (x.q, x.scale, weight.q, weight.scale),
+        sizes=(*x.q.shape, weight.q.shape[0]),
+        tuning=tuning,
+        gated=gated,
+        overlapped=overlapped,
         STEP=tuning.inner,
-        ROWS=row_tile,
         IS_WHOLE=x.q.dtype == torch.int8,
-        GATED=gated,
-        OVERLAPPED=overlapped,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        launch_pdl=overlapped,
     )
 
 
