@@ -316,9 +316,14 @@ class KVManager:
             for part in level:
                 part.forget(np.array(list(part.cache.entries()), np.int64))
         if below:
-            for ticket in self.tickets.open.values():
-                if ticket.keys is not None:
-                    ticket.keys = tuple(() for _ in self.groups)
+            self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """What is under way between levels cannot be hit when it arrives, so that no request waits for it."""
+        for ticket in self.tickets.open.values():
+            if ticket.keys is not None:
+                ticket.keys = tuple(() for _ in self.groups)
+        self.fetching.clear()
 
     # -- growing -------------------------------------------------------------------------------------------
 
@@ -570,10 +575,9 @@ class KVManager:
         self.completed = self.submitted + 1  # copies planned for the next step will not happen either
         self.settle()
         self.completed = self.submitted
-        for number, ticket in list(self.tickets.open.items()):
-            ticket.keys = None if ticket.keys is None else tuple(() for _ in self.groups)
+        self._forget_copies()
+        for number in list(self.tickets.open):
             self.complete_ticket(number)
-        self.fetching.clear()
 
     def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
         if len(blocks):
