@@ -70,6 +70,10 @@ class PrefixCache:
             del self._block_of[key.key]
         return keys
 
+    def __contains__(self, name: bytes) -> bool:
+        """Whether a block stands under a name."""
+        return name in self._block_of
+
     def named(self, name: bytes) -> int | None:
         """The block under a name."""
         return self._block_of.get(name)

@@ -228,7 +228,8 @@ class Tiers:
         if most < len(
             lacking
         ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
-            lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
+            order = np.lexsort((lacking, np.array(uses)[lacking]))
+            lacking = sorted([lacking[at] for at in order[len(lacking) - most :].tolist()])
         if len(lacking) < len(keys):
             dropped = np.ones(len(blocks), np.bool_)
             dropped[lacking] = False
@@ -246,11 +247,11 @@ class Tiers:
 
     def has(self, key: BlockKey) -> bool:
         """Whether lower levels may hold a block, or it is on its way."""
-        kv = self._kv
+        name, levels = key.key, self._kv.levels
         return (
-            kv.levels[HOST][0].cache.named(key.key) is not None
-            or key.key in kv.fetching
-            or (self.has_disk and kv.levels[DISK][0].cache.named(key.key) is not None)
+            name in levels[HOST][0].cache
+            or name in self._kv.fetching
+            or (self.has_disk and name in levels[DISK][0].cache)
         )
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
