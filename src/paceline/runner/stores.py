@@ -134,7 +134,7 @@ class StoreThreads:
             int(number): Move(int(number), int(count)) for number, count in zip(numbers, counts, strict=True)
         }
         self._open.update(begun)
-        columns = (moves.ticket.tolist(), moves.host.tolist(), moves.disk.tolist(), moves.heads)
+        columns = (moves.ticket.tolist(), moves.host.tolist(), moves.disk.tolist(), moves.heads())
         for number, host, place, head in zip(*columns, strict=True):
             jobs.put(Job(begun[number], host, place, head))
 
