@@ -54,6 +54,11 @@ class LevelUse(NamedTuple):
     held: int  # by swapped requests and copies under way
     cached: int  # hold a prefix, copies of which may be under way
     places: int
+    # Since the start: prompt tokens hit here, blocks copied to it and back, copies that failed.
+    hits: int
+    stored: int
+    loaded: int
+    failed: int
 
 
 @value
@@ -132,13 +137,17 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
 
 
 def _below(state: SchedulerState) -> tuple[LevelUse, ...]:
-    found = []
-    for name, parts in zip(LEVELS[1:], state.kv.levels[1:], strict=True):
+    found, counters = [], state.counters
+    levels = zip(LEVELS[1:], state.kv.levels[1:], counters.found_tokens[1:], strict=True)
+    for name, parts, hits in levels:
         places = sum(part.num_places for part in parts)
         if places:
             held = places - sum(part.num_free for part in parts)
             cached = sum(len(part.cache) for part in parts)
-            found.append(LevelUse(name, held, cached, places))
+            ways = (f"{name}_out", f"{name}_in")
+            stored, loaded = (counters.copied_blocks.get(way, 0) for way in ways)
+            failed = sum(counters.failed_copies.get(way, 0) for way in ways)
+            found.append(LevelUse(name, held, cached, places, hits, stored, loaded, failed))
     return tuple(found)
 
 
