@@ -135,6 +135,7 @@ def busy() -> ServerPicture:
                 "stored": 234_567,
                 "loaded": 123_456,
                 "failed": 12,
+                "is_off": False,
             }
         },
         models=[

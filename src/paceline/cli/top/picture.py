@@ -22,7 +22,7 @@ CELL_S = 0.5  # of a lane
 PREFILL, DECODE, RECOMPUTE, SWAP = "p", "d", "r", "s"  # what a row did in a cell of its lane
 SHARES = (0.5, 0.9, 0.99)
 LATENCIES = ("ttft", "itl", "e2e")
-LEVEL = ("held", "cached", "places", "hits", "stored", "loaded", "failed")
+LEVEL = ("held", "cached", "places", "hits", "stored", "loaded", "failed", "is_off")
 Message = Mapping[str, Any]
 
 

@@ -99,6 +99,7 @@ def _level_line(name: str, level: Mapping[str, int], width: int) -> Text:
     cached, places = level["cached"], level["places"]
     parts = [(level["held"] / places, "█", "green"), (cached / places, "░", "green")]
     moves = [
+        *([Text("  off", style="bold red")] if level["is_off"] else []),
         Text(f"  hit {level['hits']:,} tok"),
         Text(f"  stored {level['stored']:,}"),
         Text(f"  loaded {level['loaded']:,}"),
