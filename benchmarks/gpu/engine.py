@@ -9,8 +9,8 @@ at scattered ones, then a decode step of 64 rows alone and beside copies that ne
 the engine alone, and through `LLM.generate`, which makes objects of them.
 *shared*: decode steps of branches with the beginnings they share computed once, and for each row, in turns: 64 branches
 of one prompt of 8,000 tokens, 8 branches of each of 32 prompts of 2,000 tokens.
-*guided*: decode steps of rows that all follow one JSON schema, against steps of free rows, and what the host does in the
-time of each.
+*guided*: decode steps of rows that all follow one JSON schema, against steps of free rows, and what the host
+does in the time of each.
 *branches*: from the fork of a running answer behind 8,000 tokens into 64 until every branch has its first token, and
 milliseconds per token of a beam of 4.
 
@@ -344,7 +344,7 @@ class HostTimes:
     """Seconds of the host by what it does, each without what it calls of the others."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
         self._inner_s = [0.0]  # of what is under way, the seconds of what it has called
 
     @contextmanager
@@ -367,7 +367,7 @@ class HostTimes:
                 return call(*args, **options)
             finally:
                 taken_s = time.perf_counter() - started_s
-                self.seconds[label] += taken_s - self._inner_s.pop()
+                self.seconds[label] = self.seconds.get(label, 0.0) + taken_s - self._inner_s.pop()
                 self._inner_s[-1] += taken_s
 
         return timed
@@ -409,7 +409,7 @@ def guided(given: Given) -> Found:
             for _ in range(given.rounds):
                 step_ms(llm, prompts, sampling)
         number = engine.num_submitted - before
-        host_ms = {label: 1e3 * times.seconds[label] / number for label in parts}
+        host_ms = {label: 1e3 * times.seconds.get(label, 0.0) / number for label in parts}
         found[kind] = {"step_ms": statistics.median(steps_ms), "host_ms": host_ms}
         row(given.shape, given.rows, kind, found[kind]["step_ms"], *host_ms.values())
     llm.shutdown()
