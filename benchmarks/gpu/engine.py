@@ -45,8 +45,9 @@ from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, no_garba
 from paceline import LLM, SamplingParams
 from paceline.core.plan import NO_SWAPS, Swaps
 from paceline.core.structure import Structure
+from paceline.guide.matcher import GuideBatch
 from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
-from paceline.runner.gpu import host_rows, token_sampling
+from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kv_pools import SwapPool
 from paceline.runner.gpu.pending import GPUPending
@@ -393,7 +394,7 @@ def guided(given: Given) -> Found:
         "updates": (engine.scheduler, "update"),
         "moves guides on": (engine.guides, "advance"),
         "plans": (engine.scheduler, "schedule"),
-        "makes masks": (token_sampling, "fill_masks"),
+        "makes masks": (GuideBatch, "fill_masks"),
         "launches draws": (GPUPending, "supply"),
         "launches steps": (GPURunner, "submit"),
         "finds guides of rows": (engine.guides, "of_rows"),
