@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,8 @@ LONGEST_REASON = 300
 Masks = NDArray[np.uint32]  # [guides, words]
 _EVERYTHING = 0xFFFFFFFF
 MOST_THREADS = 32
-MANY = 16  # guides, from which on it pays to move them on side by side
+FEW = 16  # guides of a thread, less than which its waking costs more than it does
+_IS_ERROR, _IS_STOPPED = methodcaller("is_error"), methodcaller("is_stopped")
 _LIMITS = ("ParserTooComplex", "LexerTooComplex")
 TOO_MANY = "Too many items"  # said of a rule that needs itself without end, or of very many
 
@@ -151,7 +153,8 @@ class GuideBatch:
     """Guides that are asked and moved on together, by one call for all grammars among them, which are followed side by
     side and without Python's lock. Serves any number of steps: what is the same in each is made once."""
 
-    def __init__(self, guides: Sequence[Guide]) -> None:
+    def __init__(self, guides: Sequence[Guide], threads: int | None = None) -> None:
+        """`threads` that follow grammars, by default as many as it pays to wake; 1: this one."""
         places = [at for at, guide in enumerate(guides) if type(guide) is Matcher]
         # Copies of an original share a lock. Threads take neighbours, so that few of them wait for each other.
         places.sort(key=lambda at: guides[at].original)  # type: ignore[attr-defined]
@@ -160,15 +163,22 @@ class GuideBatch:
         self._asked = list(zip(self._matchers, places, strict=True))
         self._places: NDArray[np.int64] = np.array(places, np.int64)
         self._others = [(at, guide) for at, guide in enumerate(guides) if type(guide) is not Matcher]
+        if threads is None:
+            threads = min(len(places) // FEW, mask_threads())
+        self._pool = _pool(threads) if threads > 1 else None
 
     def fill_masks(self, into: Masks) -> None:
         """What each guide allows now, a row each."""
-        if self._asked:
-            _executor().unsafe_compute_mask_ptr(self._asked, into.ctypes.data, into.strides[0], len(into))
-            if any(map(type(self._matchers[0]).is_error, self._matchers)):
-                for at, grammar in zip(self._places.tolist(), self._grammars, strict=True):
-                    if grammar.look():
-                        into[at] = 0
+        first, size = into.ctypes.data, into.strides[0]
+        if self._pool is not None:
+            self._pool.unsafe_compute_mask_ptr(self._asked, first, size, len(into))
+        else:
+            for matcher, at in self._asked:
+                matcher.unsafe_compute_mask_ptr(first + at * size, size)
+        if any(map(_IS_ERROR, self._matchers)):
+            for at, grammar in zip(self._places.tolist(), self._grammars, strict=True):
+                if grammar.look():
+                    into[at] = 0
         for at, guide in self._others:
             mask = guide.mask()
             into[at] = _EVERYTHING if mask is None else mask
@@ -178,22 +188,22 @@ class GuideBatch:
         for at, guide in self._others:
             guide.consume((tokens.item(at),))
         own: list[int] = tokens[self._places].tolist()
-        if len(own) < MANY:
+        if self._pool is None:
             for grammar, token in zip(self._grammars, own, strict=True):
                 grammar.consume((token,))
-        elif not all(_executor().consume_token_par(list(zip(self._matchers, own, strict=True)))):
+        elif not all(self._pool.consume_token_par(list(zip(self._matchers, own, strict=True)))):
             for grammar in self._grammars:
                 grammar.look()
-        if self._matchers and any(map(type(self._matchers[0]).is_stopped, self._matchers)):
+        if any(map(_IS_STOPPED, self._matchers)):
             return True
         return any(guide.is_over or guide.error for _, guide in self._others)
 
 
 @cache
-def _executor() -> LLExecutor:
+def _pool(threads: int) -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor(mask_threads())
+    return LLExecutor(threads)
 
 
 def mask_threads() -> int:

@@ -14,7 +14,7 @@ from paceline.core.guide import Guide, masks_along
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 from paceline.guide.compile import GuideCompiler
-from paceline.guide.matcher import MANY, GuideBatch, Matcher, Vocabulary
+from paceline.guide.matcher import FEW, GuideBatch, Matcher, Vocabulary
 
 TEXTS = [*map(chr, range(32, 127)), "\n", '{"', '":', "name", "</th", "ink>", "true", "</think>x"]
 CONTROL = {"<end>": len(TEXTS), "<stop>": len(TEXTS) + 1}
@@ -182,7 +182,7 @@ def test_masks_of_several_guides_at_once(compiler: GuideCompiler) -> None:
 def test_guides_that_move_on_together_do_as_each_alone(compiler: GuideCompiler) -> None:
     """Copies of two originals in turns, a guide that is no grammar, one that breaks, and one that is complete."""
     forms = [Structure.of({"choice": ["yes", "no"]}), Structure.of({"regex": "[a-z]{4}"})]
-    guides = [take(compiler, forms[number % 2]) for number in range(2 * MANY)]
+    guides = [take(compiler, forms[number % 2]) for number in range(2 * FEW)]
     guides[5] = take(compiler, Structure(kind="text", after="</think>"))
     alone, batch = [guide.copy() for guide in guides], GuideBatch(guides)
     masks = np.zeros((len(guides), VOCABULARY.num_words), np.uint32)
