@@ -49,6 +49,19 @@ def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: 
     assert is_at_rest(llm.loaded.engine)
 
 
+def test_a_beam_needs_no_tokenizer(folder: Path, llm: LLM) -> None:
+    """The same tokens as with one, none of them a text."""
+    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[EOS])
+    with LLM(str(folder), skip_tokenizer_init=True, **OPTIONS) as bare:
+        found = bare.search("beam", prompt, asked, width=3)
+        assert is_at_rest(bare.loaded.engine)
+        with bare.tree(prompt, asked) as tree, pytest.raises(InvalidRequest, match="needs a tokenizer"):
+            tree.root.fork(1, append="text")
+    known = llm.search("beam", prompt, asked, width=3)
+    assert [each.token_ids for each in found.candidates] == [each.token_ids for each in known.candidates]
+    assert {each.text for each in found.candidates} == {""}
+
+
 def test_the_posterior_of_a_leader() -> None:
     assert certainty_of(0, 0, 10) == pytest.approx(0.5) and certainty_of(5, 5, 6) == pytest.approx(0.5)
     assert certainty_of(9, 7, 0) == 1.0 and certainty_of(8, 8, 0) == 0.5 and certainty_of(9, 0, 7) == 1.0

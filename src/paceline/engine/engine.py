@@ -426,7 +426,7 @@ class Engine:
             self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
-        guides = self.guides.of_rows() if self.guides else None
+        guides = self.guides.of_rows(plan) if self.guides else None
         self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
         return True
 
