@@ -26,6 +26,7 @@ _CAUSES = {
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
     "sleep": "its model was put to sleep",
+    "slab": "another model needed the memory",
 }
 _ENDS = {
     Rule.STOP: "reached a stop",

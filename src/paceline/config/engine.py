@@ -95,6 +95,9 @@ class KVConfig:
     num_staging_blocks: int = (
         0  # of the host's, those that are only the way to the disk; 0: it keeps prefixes
     )
+    # Where models share memory: blocks that come and go together, and how few there are at least while it computes.
+    slab_blocks: int = 0  # 0: all blocks are there for good
+    least_blocks: int = 0
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -106,6 +109,10 @@ class KVConfig:
             raise ConfigError("num_disk_blocks must not be negative and needs cache_on_host")
         if not 0 <= self.num_staging_blocks <= (self.num_host_blocks if self.num_disk_blocks else 0):
             raise ConfigError("num_staging_blocks are some of num_host_blocks and need num_disk_blocks")
+        if self.slab_blocks and (
+            self.num_blocks % self.slab_blocks or not 0 < self.least_blocks < self.num_blocks
+        ):
+            raise ConfigError("num_blocks must be whole slabs, of which least_blocks are some")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

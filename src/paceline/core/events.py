@@ -169,6 +169,7 @@ class Rule(StrEnum):
     PAUSED_SWAP = "paused:swap"
     STEP_FAILED = "step_failed:recompute"
     SLEEP = "sleep:recompute"  # its model was put to sleep
+    SLAB = "slab:recompute"  # another model needed the memory
     # change: of a live request, by its owner
     PRIORITY = "priority"  # value: the new one
     PAUSED = "paused"

@@ -277,6 +277,14 @@ class Sleep(Input):
     """The runner's memory is let go of: rows and cached prefixes with it."""
 
 
+@_logged_as("slab")
+class MoveSlab(Input):
+    """The blocks of a slab come from another model, or go to it; rows that hold any of them are preempted."""
+
+    number: int
+    gained: bool
+
+
 @_logged_as("shrink")
 class Shrink(Input):
     """A step ran out of memory."""

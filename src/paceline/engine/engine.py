@@ -382,6 +382,16 @@ class Engine:
         runner.reset(StepPlan(seq=self.num_submitted, full=True))
         self._runner = runner
 
+    def move_slab(self, number: int, *, gained: bool) -> bool:
+        """Blocks come from another model or go to it. False: a copy under way needs some of those that should go."""
+        if not gained and not self.scheduler.state.kv.can_lose(number):
+            while self._in_flight:
+                self._wait()
+        moved = self.scheduler.move_slab(number, gained=gained)
+        if moved and self.checker is not None:
+            self.checker.after_update(None)
+        return moved
+
     @property
     def is_asleep(self) -> bool:
         return isinstance(self._runner, _NoRunner)

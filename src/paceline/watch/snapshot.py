@@ -170,7 +170,7 @@ def _tenants(state: SchedulerState, live: NDArray[np.int64]) -> tuple[tuple[str,
 
 
 def _saved(refs: NDArray[np.int32]) -> int:
-    return int(refs[1:].sum()) - int(np.count_nonzero(refs[1:]))
+    return int(np.maximum(refs[1:] - 1, 0).sum())
 
 
 def _blocks(refs: NDArray[np.int32], cached: NDArray[np.bool_]) -> NDArray[np.uint8]:
