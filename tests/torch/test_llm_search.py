@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,6 @@ from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 PROMPT = "hello there"
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
-        yield llm
 
 
 def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: LLM) -> None:
