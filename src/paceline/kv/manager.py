@@ -256,7 +256,9 @@ class KVManager:
             rows = inside.any(1).nonzero()[0]
             found.update(row for row in rows.tolist() if np.isin(group.blocks_of(row), blocks).any())
             others = [fence.blocks for fence in self.fences if fence.group == group.index]
-            others += [ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level]
+            others += [
+                ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level
+            ]
             is_other = is_other or any(np.isin(each, blocks).any() for each in others)
         return sorted(found), is_other
 

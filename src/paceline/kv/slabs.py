@@ -32,8 +32,8 @@ class Owner:
 class SlabMarket:
     """Who has what. All methods speak of owners by number."""
 
-    def __init__(self, num_slabs: int, owners: Sequence[Owner]) -> None:
-        self.num_slabs = num_slabs
+    def __init__(self, num_slabs: int, owners: Sequence[Owner], slab_bytes: int = 1) -> None:
+        self.num_slabs, self.slab_bytes = num_slabs, slab_bytes
         self.owners = tuple(owners)
         self._kv_of = [FREE] * num_slabs  # the owner that has a slab for KV
         self._home_of = [FREE] * num_slabs  # the owner whose home it is
