@@ -32,7 +32,7 @@ from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
 
 DEVICE = torch.device("cpu")
 LONGEST = 192
-GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 SHAPES: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 1, "num_hidden_layers": 2})
 
 
@@ -128,19 +128,19 @@ def alone(checkpoint: Checkpoint, given: list[list[int]]) -> list[list[int]]:
 
 def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path)
-    asked = [prompts(model, 4) for model in (0, 1)]
+    asked = [prompts(model, 3) for model in (0, 1)]
     expected = [alone(checkpoint, given) for checkpoint, given in zip(checkpoints, asked, strict=True)]
     assert expected[0] != expected[1]
-    homes = 7
-    both = TwoModels(checkpoints, 1 + homes + 6)
+    both = TwoModels(checkpoints, 1 + 7 + 3)  # that of null blocks, two homes, and room for one of them at its peak
     home = both.trade.market.owners[0].home
+    assert both.trade.market.owners[1].home.stop == 1 + 7
     for model in (0, 1, 0):
         assert answers(both.engines[model], asked[model], both.trade) == expected[model]
     assert both.trade.num_reclaimed > 0, "the second had to take what the first had cached"
     for level in (1, 2):
         both.sleep(0, level)
         before = both.memory.bytes.clone()
-        answers(both.engines[1], prompts(10 + level, 24)[:8], both.trade)
+        answers(both.engines[1], prompts(10 + level, 4), both.trade)
         both.memory.bytes[home.start * both.memory.slab_bytes : home.stop * both.memory.slab_bytes] ^= 0x5A
         assert not torch.equal(before, both.memory.bytes)
         both.wake(0)

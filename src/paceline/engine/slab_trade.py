@@ -35,17 +35,22 @@ class SlabTrade:
                 break
             engine.move_slab(slab, gained=True)
         lacking = wanted - kv.free_for(None)
-        if lacking <= 0 or not self.market.may_take(owner):
-            return
+        if lacking > 0:
+            self.reclaim(owner, -(-lacking // kv.slab_blocks))
+
+    def reclaim(self, owner: int, count: int) -> int:
+        """Take at most `count` slabs that other models can do without; returns how many there were."""
+        taken = 0
         for donor in self.market.donors(owner, self._is_short):
             spare = self.engines[donor].scheduler.state.kv.spare_slabs()
             for slab in spare[: self.market.above_floor(donor)]:
+                if taken == count or not self.market.may_take(owner):
+                    break
                 self._lose(slab, donor)
                 self._gain(owner)
-                self.num_reclaimed += 1
-                lacking -= kv.slab_blocks
-                if lacking <= 0 or not self.market.may_take(owner):
-                    return
+                taken += 1
+        self.num_reclaimed += taken
+        return taken
 
     def _is_short(self, owner: int) -> bool:
         engine = self.engines[owner]
