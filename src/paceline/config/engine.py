@@ -98,6 +98,7 @@ class KVConfig:
     # Where models share memory: blocks that come and go together, and how few there are at least while it computes.
     slab_blocks: int = 0  # 0: all blocks are there for good
     least_blocks: int = 0
+    most_slabs: int = 0
 
     def __post_init__(self) -> None:
         check_options(self)

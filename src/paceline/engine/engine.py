@@ -387,10 +387,7 @@ class Engine:
         if not gained and not self.scheduler.state.kv.can_lose(number):
             while self._in_flight:
                 self._wait()
-        moved = self.scheduler.move_slab(number, gained=gained)
-        if moved and self.checker is not None:
-            self.checker.after_update(None)
-        return moved
+        return self.scheduler.move_slab(number, gained=gained)
 
     @property
     def is_asleep(self) -> bool:

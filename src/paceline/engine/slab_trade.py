@@ -1,8 +1,8 @@
 """Moves slabs between the KV of models: which of them is short, what another can do without, and both are told.
 
 Between steps only. A model that is short of blocks takes a free slab, or one that another model holds nothing in; what
-was cached there is forgotten. Floors are never touched. For a model that wakes, its home and its floor are cleared: rows
-of others that hold blocks there are preempted.
+was cached there is forgotten. Floors are never touched. For a model that wakes, its home and its floor are cleared:
+rows of others that hold blocks there are preempted.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ class SlabTrade:
                 break
             engine.move_slab(slab, gained=True)
         lacking = wanted - kv.free_for(None)
-        if lacking <= 0 or not self.market.may_take(owner):
-            return
+        if lacking > 0:
+            self.reclaim(owner, -(-lacking // kv.slab_blocks))
+
+    def reclaim(self, owner: int, count: int) -> int:
+        """Take at most `count` slabs that other models can do without; returns how many there were."""
+        taken = 0
         for donor in self.market.donors(owner, self._is_short):
             spare = self.engines[donor].scheduler.state.kv.spare_slabs()
             for slab in spare[: self.market.above_floor(donor)]:
+                if taken == count or not self.market.may_take(owner):
+                    break
                 self._lose(slab, donor)
                 self._gain(owner)
-                self.num_reclaimed += 1
-                lacking -= kv.slab_blocks
-                if lacking <= 0 or not self.market.may_take(owner):
-                    return
+                taken += 1
+        self.num_reclaimed += taken
+        return taken
 
     def _is_short(self, owner: int) -> bool:
         engine = self.engines[owner]
@@ -68,13 +73,11 @@ class SlabTrade:
 
     # -- sleep ---------------------------------------------------------------------------------------------
 
-    def begin(self, sleepers: Sequence[int] = ()) -> None:
+    def begin(self) -> None:
         """All models are loaded: those that are awake get their floors."""
-        for owner in sleepers:
-            self.market.leave_home(owner)
-        for owner in range(len(self.engines)):
-            done = owner in sleepers or self._raise_to_floor(owner)
-            assert done, "homes and floors of the models that are awake fit together"
+        for owner in self.market.awake():
+            has_floor = self._raise_to_floor(owner)
+            assert has_floor, "homes and floors of the models that are awake fit together"
 
     def slept(self, owner: int) -> None:
         """A model sleeps, which holds nothing any more: others may use its home and what its KV had."""
@@ -90,7 +93,7 @@ class SlabTrade:
                 return False
         self.market.come_home(owner)
         awake = [other for other, engine in enumerate(self.engines) if other == owner or not engine.is_asleep]
-        return all([self._raise_to_floor(each) for each in awake])
+        return all(self._raise_to_floor(each) for each in awake)
 
     def _raise_to_floor(self, owner: int) -> bool:
         while self.market.above_floor(owner) < 0:

@@ -226,18 +226,17 @@ class KVManager:
     def spare_slabs(self) -> list[int]:
         """Slabs of which nothing is held, those first whose cached blocks would be evicted first. As many as can go and
         leave what is promised to rows."""
-        size, held, cost = self.slab_blocks, np.zeros(0, np.bool_), np.zeros(0, np.int64)
-        for group in self.groups:
-            pool = group.pool
-            rank = np.zeros(pool.num_blocks, np.int64)
-            evicted = np.fromiter(iter(pool.evictable), np.int64, len(pool.evictable))
-            rank[evicted] = np.arange(1, len(evicted) + 1)
-            is_held = (pool.refs != 0).reshape(-1, size).any(1)
-            held = is_held | held if len(held) else is_held
-            cost = rank.reshape(-1, size).sum(1) + (cost if len(cost) else 0)
-        spare = np.flatnonzero(~held)
-        room = min(group.free_for(None) for group in self.groups)
-        found: list[int] = spare[np.argsort(cost[spare], kind="stable")][: max(0, room) // size].tolist()
+        size = self.slab_blocks
+        held = [(group.pool.refs != 0).reshape(-1, size).any(1) for group in self.groups]
+        spare = np.flatnonzero(~np.logical_or.reduce(held))
+        room = min(group.free_for(None) for group in self.groups) // size
+        if not len(spare) or room <= 0:
+            return []
+        cost = np.zeros(len(held[0]), np.int64)
+        for pool in [group.pool for group in self.groups]:
+            waiting = np.fromiter(iter(pool.evictable), np.int64, len(pool.evictable))
+            np.add.at(cost, waiting // size, np.arange(1, len(waiting) + 1))
+        found: list[int] = spare[np.argsort(cost[spare], kind="stable")][:room].tolist()
         return found
 
     def can_lose(self, slab: int) -> bool:
@@ -258,7 +257,9 @@ class KVManager:
             rows = inside.any(1).nonzero()[0]
             found.update(row for row in rows.tolist() if np.isin(group.blocks_of(row), blocks).any())
             others = [fence.blocks for fence in self.fences if fence.group == group.index]
-            others += [ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level]
+            others += [
+                ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level
+            ]
             is_other = is_other or any(np.isin(each, blocks).any() for each in others)
         return sorted(found), is_other
 

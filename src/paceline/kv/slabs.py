@@ -32,8 +32,8 @@ class Owner:
 class SlabMarket:
     """Who has what. All methods speak of owners by number."""
 
-    def __init__(self, num_slabs: int, owners: Sequence[Owner]) -> None:
-        self.num_slabs = num_slabs
+    def __init__(self, num_slabs: int, owners: Sequence[Owner], slab_bytes: int = 1) -> None:
+        self.num_slabs, self.slab_bytes = num_slabs, slab_bytes
         self.owners = tuple(owners)
         self._kv_of = [FREE] * num_slabs  # the owner that has a slab for KV
         self._home_of = [FREE] * num_slabs  # the owner whose home it is
@@ -42,6 +42,7 @@ class SlabMarket:
                 assert self._home_of[slab] == FREE and slab != NULL_SLAB, "homes do not overlap"
                 self._home_of[slab] = number
         self._is_home = [True] * len(self.owners)  # weights are where they belong
+        self._free: list[int] | None = None  # as `free` found them last
 
     def slabs(self, owner: int) -> list[int]:
         """Those its KV has."""
@@ -56,8 +57,10 @@ class SlabMarket:
 
     def free(self) -> list[int]:
         """Free slabs, homes of sleepers last: they have to be given back."""
-        found = [slab for slab in range(1, self.num_slabs) if self.owner(slab) == FREE]
-        return sorted(found, key=lambda slab: (self._home_of[slab] != FREE, slab))
+        if self._free is None:
+            found = [slab for slab in range(1, self.num_slabs) if self.owner(slab) == FREE]
+            self._free = sorted(found, key=lambda slab: (self._home_of[slab] != FREE, slab))
+        return self._free
 
     def take(self, owner: int, *, lent: bool = True) -> int | None:
         """A free slab for its KV, unless it has all it may have. `lent`: one of a sleeper's home will do."""
@@ -65,7 +68,7 @@ class SlabMarket:
             return None
         for slab in self.free():
             if lent or self._home_of[slab] == FREE:
-                self._kv_of[slab] = owner
+                self._kv_of[slab], self._free = owner, None
                 return slab
         return None
 
@@ -76,7 +79,7 @@ class SlabMarket:
     def give(self, slab: int) -> None:
         """The KV that had a slab has it no more."""
         assert self._kv_of[slab] != FREE, "only what a model has can be given"
-        self._kv_of[slab] = FREE
+        self._kv_of[slab], self._free = FREE, None
 
     def above_floor(self, owner: int) -> int:
         """Slabs its KV could lose."""
@@ -109,7 +112,7 @@ class SlabMarket:
     def leave_home(self, owner: int) -> None:
         """Its weights have gone: other models may use where they were. Its KV has nothing by then."""
         assert owner not in self._kv_of, "a sleeper has no KV"
-        self._is_home[owner] = False
+        self._is_home[owner], self._free = False, None
 
     def in_the_way(self, owner: int) -> list[int]:
         """Slabs of its home that KV of others has."""
@@ -118,4 +121,4 @@ class SlabMarket:
     def come_home(self, owner: int) -> None:
         """Its weights can be brought back; nothing is in the way."""
         assert not self.in_the_way(owner), "a home is given back before weights come"
-        self._is_home[owner] = True
+        self._is_home[owner], self._free = True, None
