@@ -503,11 +503,16 @@ def _on_gpu(
         head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
     parts = build.load_parts(
-        checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
+        checkpoint,
+        device,
+        dtype,
+        partial(on_progress, "loading weights"),
+        model.quantization,
+        kv_dtype if room is None else None,  # adapters know nothing of a file's scales
     )
     on_progress("preparing kernels", 0, 0)
-    room = AdapterRoom.of(model, given.get("max_loras", 0))
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)

@@ -32,6 +32,7 @@ from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
+from paceline.runner.gpu.device_layers import fold_kv_scales
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
@@ -80,10 +81,14 @@ def load_parts(
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
     quantization: str = "auto",
+    kv_dtype: torch.dtype | None = None,
 ) -> Parts:
     """The decoder's parts with every matrix on the device."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization), on_layer).parts
+        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization), on_layer).parts
+        if kv_dtype == torch.float8_e4m3fn:
+            fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
+        return parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(

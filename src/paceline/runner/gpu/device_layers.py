@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +15,7 @@ from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.kernels.expert_product import ExpertWeights
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm
-from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
+from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear, multiply_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,30 @@ class DeviceLayer:
         """Those without experts."""
         parts = (self.qkv, self.output, self.gate_up, self.down)
         return [linear for linear in parts if linear is not None]
+
+
+def fold_kv_scales(
+    layers: Sequence[Layer], spec: ModelSpec, scales: Mapping[int, tuple[float, float]]
+) -> None:
+    """Make keys and values smaller by a file's scales, and queries and the output matrix larger, so that nothing but
+    their range changes. Of a scale the next power of two is taken: eight bits of floating point keep as many of a
+    number's bits with the one as with the other, and weights are not rounded again."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for index, layer in enumerate(layers):
+        attention = layer.attention
+        of_keys, of_values = (2.0 ** math.ceil(math.log2(scale)) for scale in scales.get(index, (1.0, 1.0)))
+        qkv = cast(DeviceLinear, attention.qkv)
+        factors = [(slice(queries + keys, None), 1 / of_values)]
+        if attention.head_norm is None:
+            factors += [(slice(queries), of_keys), (slice(queries, queries + keys), 1 / of_keys)]
+        else:
+            attention.head_norm.weight[: spec.num_heads] *= of_keys
+            attention.head_norm.weight[spec.num_heads :] /= of_keys
+        for columns, factor in factors:
+            multiply_columns(qkv, columns, factor)
+            if qkv.bias is not None:
+                qkv.bias[columns] *= factor
+        multiply_columns(cast(DeviceLinear, attention.output), slice(None), of_values)
 
 
 def device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceLayer:

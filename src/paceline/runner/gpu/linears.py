@@ -91,6 +91,20 @@ class GroupedLinear:
 DeviceLinear = DenseLinear | ScaledLinear | GroupedLinear
 
 
+def multiply_columns(linear: DeviceLinear, columns: slice, factor: float) -> None:
+    """Make these columns of what a matrix gives, without its bias, `factor` times as large: a power of two, so that no
+    number is rounded."""
+    weight = linear.weight
+    if isinstance(weight, PackedWeight):
+        weight.pairs[:, columns] *= factor
+    elif isinstance(weight, BlockWeight):
+        weight.scale[:, columns] *= factor
+    elif isinstance(weight, ScaledWeight):
+        weight.scale[columns] *= factor
+    else:
+        weight[columns] *= factor
+
+
 def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
     """A matrix of 16 or 32 bits as eight bits: the largest of each row becomes the largest they hold."""
     most = EIGHT_BITS[dtype]
