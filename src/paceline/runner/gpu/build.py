@@ -257,7 +257,8 @@ class DeviceStorage:
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
-        if name.endswith(_KEPT) or (self._is_expert(weights) and self._quantization != "fp8"):
+        fits = fits_four_bits if self._quantization == "int4" else fits_eight_bits
+        if name.endswith(_KEPT) or (".experts." in name and not fits(*matrix.shape)):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
             return GroupedLinear(self._four_bits(matrix, name), bias)
@@ -272,12 +273,7 @@ class DeviceStorage:
     def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
         """Matrices as the file has them; None for those that no product takes, which are unpacked."""
         kinds = {weight.dtype for weight in weights}
-        if (
-            self._quantization == "none"
-            or len(kinds) > 1
-            or not kinds <= set(KINDS)
-            or self._is_expert(weights)
-        ):
+        if self._quantization == "none" or len(kinds) > 1 or not kinds <= set(KINDS):
             return None
         records = [record_of(weight) for weight in weights]
         if kinds == {INT4}:
@@ -307,10 +303,6 @@ class DeviceStorage:
             for parts in zip(*((each.nibbles(), each.scale, each.offset) for each in records), strict=True)
         )
         return packed_of(numbers, scale, offset, self._dtype)
-
-    @staticmethod
-    def _is_expert(weights: Sequence[StoredTensor]) -> bool:
-        return ".experts." in weights[0].name
 
     def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
         self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")
