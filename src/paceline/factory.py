@@ -514,8 +514,16 @@ def _on_gpu(
         head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
-    note = partial(on_progress, "loading weights")
-    load = partial(build.load_parts, checkpoint, device, dtype, note, model.quantization)
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
+    load = partial(
+        build.load_parts,
+        checkpoint,
+        device,
+        dtype,
+        partial(on_progress, "loading weights"),
+        model.quantization,
+        kv_dtype if room is None else None,  # adapters know nothing of a file's scales
+    )
     memory = None if shared is None else shared.device
     home = None if memory is None else memory.home()
     parts = load(home)
@@ -523,7 +531,6 @@ def _on_gpu(
         memory.close(home)
         torch.cuda.empty_cache()  # what was copied there
     on_progress("preparing kernels", 0, 0)
-    room = AdapterRoom.of(model, given.get("max_loras", 0))
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)

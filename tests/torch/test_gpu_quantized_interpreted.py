@@ -28,7 +28,7 @@ from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
-from paceline.runner.gpu.build import DeviceStorage
+from paceline.runner.gpu.build import DeviceStorage, load_parts
 from paceline.runner.gpu.kernels.packed_product import group_numbers
 from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear
 from paceline.runner.torch_step import TorchStep
@@ -150,3 +150,23 @@ def test_matrices_of_files_stay_quantised(name: str, tmp_path: Path, monkeypatch
             assert isinstance(linear, kept if quantization == "auto" else DenseLinear)
         x = torch.randn(3, values.shape[1])
         torch.testing.assert_close(linear(x).double(), x.double() @ values.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed int8", "gptq"])
+def test_scales_of_keys_and_values_change_nothing_but_their_range(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit; of 0.3 and 5.0 the next powers of two are taken."""
+    exact_fp8(monkeypatch)
+    model = written(name)
+    model.tensors["model.layers.0.self_attn.k_scale"] = np.array(0.3, np.float32)
+    model.tensors["model.layers.0.self_attn.v_scale"] = np.array([5.0], np.float32)
+    checkpoint = open_checkpoint(save(tmp_path, model))
+    cpu, fp8 = torch.device("cpu"), torch.float8_e4m3fn
+    plain, folded = (load_parts(checkpoint, cpu, torch.float32, kv_dtype=kind) for kind in (None, fp8))
+    x, spec = torch.randn(3, 128), checkpoint.spec
+    before, after = (parts.layers[0].attention for parts in (plain, folded))
+    heads, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, k, v = before.qkv(x).split([heads, keys, keys], dim=-1)
+    assert torch.equal(after.qkv(x), torch.cat([q * 0.5, k / 0.5, v / 8.0], dim=-1))
+    assert torch.equal(after.output(x), before.output(x) * 8.0)

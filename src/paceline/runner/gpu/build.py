@@ -33,6 +33,7 @@ from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
+from paceline.runner.gpu.device_layers import fold_kv_scales
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
@@ -82,11 +83,15 @@ def load_parts(
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
     quantization: str = "auto",
+    kv_dtype: torch.dtype | None = None,
     home: Home | None = None,
 ) -> Parts:
     """The decoder's parts with every matrix on the device, in its `home` if it has one."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        if kv_dtype == torch.float8_e4m3fn:
+            fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
+        return parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
@@ -329,7 +334,8 @@ class DeviceStorage:
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
-        if name.endswith(_KEPT) or (self._is_expert(weights) and self._quantization != "fp8"):
+        fits = fits_four_bits if self._quantization == "int4" else fits_eight_bits
+        if name.endswith(_KEPT) or (".experts." in name and not fits(*matrix.shape)):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
             return GroupedLinear(self._four_bits(matrix, name), bias)
@@ -349,12 +355,7 @@ class DeviceStorage:
     def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
         """Matrices as the file has them; None for those that no product takes, which are unpacked."""
         kinds = {weight.dtype for weight in weights}
-        if (
-            self._quantization == "none"
-            or len(kinds) > 1
-            or not kinds <= set(KINDS)
-            or self._is_expert(weights)
-        ):
+        if self._quantization == "none" or len(kinds) > 1 or not kinds <= set(KINDS):
             return None
         records = [record_of(weight) for weight in weights]
         if kinds == {INT4}:
@@ -384,10 +385,6 @@ class DeviceStorage:
             for parts in zip(*((each.nibbles(), each.scale, each.offset) for each in records), strict=True)
         )
         return packed_of(numbers, scale, offset, self._dtype)
-
-    @staticmethod
-    def _is_expert(weights: Sequence[StoredTensor]) -> bool:
-        return ".experts." in weights[0].name
 
     def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
         self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")

@@ -44,8 +44,7 @@ class ScaledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product with inputs as they are."""
-        dense = self.weight.q.float() * self.weight.scale[:, None]
-        return F.linear(x, dense.to(x.dtype), self.bias)
+        return F.linear(x, dense_matrix(self, x.dtype), self.bias)
 
 
 class GroupedLinear:
@@ -56,9 +55,7 @@ class GroupedLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        dense = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
-        self.unpack(dense)
-        return F.linear(x, dense, self.bias)
+        return F.linear(x, dense_matrix(self, x.dtype), self.bias)
 
     @property
     def most_rows(self) -> int:
@@ -89,6 +86,32 @@ class GroupedLinear:
 
 
 DeviceLinear = DenseLinear | ScaledLinear | GroupedLinear
+
+
+def dense_matrix(linear: DeviceLinear, dtype: torch.dtype) -> Tensor:
+    """A matrix with a number for each of its entries."""
+    if isinstance(linear, GroupedLinear):
+        weight = linear.weight
+        dense = torch.empty(weight.shape, dtype=dtype, device=weight.q.device)
+        linear.unpack(dense)
+        return dense
+    if isinstance(linear, ScaledLinear):
+        return (linear.weight.q.float() * linear.weight.scale[:, None]).to(dtype)
+    return linear.weight
+
+
+def multiply_columns(linear: DeviceLinear, columns: slice, factor: float) -> None:
+    """Make these columns of what a matrix gives, without its bias, `factor` times as large: a power of two, so that no
+    number is rounded."""
+    weight = linear.weight
+    if isinstance(weight, PackedWeight):
+        weight.pairs[:, columns] *= factor
+    elif isinstance(weight, BlockWeight):
+        weight.scale[:, columns] *= factor
+    elif isinstance(weight, ScaledWeight):
+        weight.scale[columns] *= factor
+    else:
+        weight[columns] *= factor
 
 
 def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:

@@ -125,8 +125,8 @@ def _block_kernel(
 
 @triton.jit
 def widened(numbers, KIND: tl.constexpr):
-    """Numbers of e4m3 in a wider type, which holds each of them."""
-    if _IS_COMPILED and tl.bfloat16 == KIND:
+    """Numbers of e4m3 or int8 in a wider type, which holds each of them."""
+    if _IS_COMPILED and tl.bfloat16 == KIND and numbers.dtype == tl.float8e4nv:
         wide = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair, sign, scale, zero;

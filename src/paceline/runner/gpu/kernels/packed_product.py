@@ -99,7 +99,7 @@ def packed_product(
     launch_product(
         _packed_kernel,
         out,
-        (x, weight.q, _as_numbers(weight.pairs)),
+        (x, weight.q, as_numbers(weight.pairs)),
         sizes=(*x.shape, weight.shape[0]),
         tuning=tuning,
         gated=gated,
@@ -111,7 +111,7 @@ def packed_product(
     )
 
 
-def _as_numbers(pairs: Tensor) -> Tensor:
+def as_numbers(pairs: Tensor) -> Tensor:
     return pairs.view(_PAIRS[pairs.element_size()])
 
 
@@ -140,7 +140,7 @@ def _packed_kernel(
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    weight_at = _words_at(weight, column, INNER, QUARTER, TOGETHER)
+    weight_at = words_of(weight, column, INNER, QUARTER, TOGETHER)
     x_at = x + row[:, None] * INNER + tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
@@ -149,10 +149,10 @@ def _packed_kernel(
         xs = tl.trans(tl.load(x_at + block * BLOCK, mask=(row < rows)[:, None], other=0.0))
         words_at = weight_at + block * (TOGETHER * QUARTER)
         pair_at = pairs + block * BLOCK // GROUP * TOTAL + column
-        acc = tl.dot(_weights(words_at, pair_at, TOTAL, GROUP, TILE, QUARTER, KIND), xs, acc)
+        acc = tl.dot(unpacked(words_at, pair_at, TOTAL, GROUP, TILE, QUARTER, KIND), xs, acc)
         if GATED:
             words_at += COLUMNS * (INNER // 4)
-            up = tl.dot(_weights(words_at, pair_at + COLUMNS, TOTAL, GROUP, TILE, QUARTER, KIND), xs, up)
+            up = tl.dot(unpacked(words_at, pair_at + COLUMNS, TOTAL, GROUP, TILE, QUARTER, KIND), xs, up)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
@@ -160,14 +160,14 @@ def _packed_kernel(
 
 
 @triton.jit
-def _words_at(weight, column, INNER: tl.constexpr, QUARTER: tl.constexpr, TOGETHER: tl.constexpr):
+def words_of(weight, column, INNER: tl.constexpr, QUARTER: tl.constexpr, TOGETHER: tl.constexpr):
     """Where the words of the first block of each column are, [columns, quarter]."""
     at = (column // TOGETHER).to(tl.int64) * (TOGETHER * INNER // 4) + column % TOGETHER * QUARTER
     return weight + at[:, None] + tl.arange(0, QUARTER)[None, :]
 
 
 @triton.jit
-def _weights(
+def unpacked(
     words_at,
     pair_at,
     TOTAL: tl.constexpr,
@@ -256,7 +256,7 @@ def unpack(out: Tensor, weight: PackedWeight) -> None:
     _unpack_kernel[(columns // tile, inner // (4 * weight.quarter))](
         out,
         weight.q,
-        _as_numbers(weight.pairs),
+        as_numbers(weight.pairs),
         COLUMNS=columns,
         INNER=inner,
         GROUP=weight.group,
@@ -281,9 +281,9 @@ def _unpack_kernel(
     BLOCK: tl.constexpr = 4 * QUARTER
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     block = tl.program_id(1)
-    words_at = _words_at(weight, column, INNER, QUARTER, TOGETHER) + block * (TOGETHER * QUARTER)
+    words_at = words_of(weight, column, INNER, QUARTER, TOGETHER) + block * (TOGETHER * QUARTER)
     pair_at = pairs + block * BLOCK // GROUP * COLUMNS + column
-    values = _weights(words_at, pair_at, COLUMNS, GROUP, TILE, QUARTER, out.dtype.element_ty)
+    values = unpacked(words_at, pair_at, COLUMNS, GROUP, TILE, QUARTER, out.dtype.element_ty)
     into = out + column.to(tl.int64)[:, None] * INNER + block * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(into, values)
 
