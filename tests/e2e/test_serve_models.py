@@ -152,7 +152,10 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
             assert server.standing("left") == "asleep" and server.standing("right") == "awake"
             assert server.text("right")
             assert server.standing("left") == "asleep", "requests for others do not wake it"
-            assert server.text("left") == before, "a request wakes it"
+            woken = server.answer("left").json
+            assert woken["choices"][0]["text"] == before, "a request wakes it"
+            explained = server.ask("GET", f"/v1/requests/{woken['id']}/explain")
+            assert b"its model was asleep" in explained.body
             assert server.standing("left") == "awake"
         assert server.rest("left", "sleep", "?level=2").status == 200
         assert server.rest("left", "wake").json["standing"] == "awake"
