@@ -49,7 +49,7 @@ class SlabMoves:
         if absent and self._rng.random() < 0.5:
             engine.move_slab(self._rng.choice(absent), gained=True)
             self._counts["slab gained"] += 1
-        elif self._rng.random() < 0.2:
+        elif self._rng.random() < 0.08:
             engine.sleep()
             for slab in have:
                 assert engine.move_slab(slab, gained=False)
