@@ -581,6 +581,12 @@ def share_memory(
     from paceline.runner.device import choose_device
 
     if len(models) < 2 or any(choose_device(model) != "cuda" for model, _, _ in models):
+        for _, _, share in models:
+            if share.kv_floor_bytes or share.kv_ceiling_bytes:
+                raise ConfigError(
+                    "kv_floor_bytes and kv_ceiling_bytes are for several models on a GPU, which share KV memory: "
+                    "give kv_cache_memory_bytes"
+                )
         return [None] * len(models)
     import torch
 
