@@ -15,7 +15,7 @@ from paceline.core.events import DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import BlockKey
 from paceline.errors import ConfigError
-from paceline.kv.tiers import DISK, HOST
+from paceline.kv.tiers import BURST_S, DISK, HOST
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -110,7 +110,7 @@ def test_swapped_requests_do_not_take_the_way_to_the_disk() -> None:
 
 
 def test_writes_stay_within_the_budget() -> None:
-    bench = bench_of(staged(disk_write_s=1.0))  # a block a second, five at once
+    bench = bench_of(staged(disk_write_s=BURST_S / 5))  # five at once
     bench.add(prompt(65), 2)
     bench.run()
     assert on_disk(bench, prompt(64)) == 5
