@@ -12,7 +12,7 @@ import pytest
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
-from paceline.core.request import RequestId, RequestState
+from paceline.core.request import SALT, RequestId, RequestState
 from paceline.errors import ConfigError
 from paceline.kv.tiers import BURST_S, DISK, HOST
 from tests.fakes import FakeRunner, Faults
@@ -65,6 +65,20 @@ def test_what_the_device_evicts_comes_back_from_the_host() -> None:
     bench.run()
     assert num_cached(bench, again) == 16
     assert bench.reasons(DecisionKind.LOAD, again) == [Rule.LOADS]
+
+
+@pytest.mark.parametrize("disk", [0, 400])
+@pytest.mark.parametrize("other", ["b", f"default{SALT}x"])
+def test_another_tenant_or_salt_finds_nothing_below_the_device(disk: int, other: str) -> None:
+    bench = bench_of(levels(24 if disk else 64, disk))
+    bench.add(prompt(17), 2)
+    bench.run()
+    flood(bench, 32 if disk else 20)
+    strange = bench.add(prompt(17), 2, tenant=other)
+    bench.run()
+    own = bench.add(prompt(17), 2)
+    bench.run()
+    assert (num_cached(bench, strange), num_cached(bench, own)) == (0, 16)
 
 
 def test_both_estimates_are_on_record() -> None:
