@@ -162,7 +162,10 @@ def _tickets(plan: StepPlan) -> NDArray[np.int32]:
     found = [
         part.ticket for part in (plan.swap_out, plan.swap_in, plan.store, plan.fetch) if len(part.ticket)
     ]
-    return np.unique(np.concatenate(found)) if found else EMPTY
+    if not found:
+        return EMPTY
+    tickets = np.concatenate(found)
+    return tickets[np.flatnonzero(np.diff(tickets, prepend=-1))]  # each is one run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,11 +32,10 @@ from paceline.runner.gpu.build import DeviceStorage, load_parts
 from paceline.runner.gpu.device_layers import device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
 from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear
-from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
 from tests.pure.models.quantized_files import FORMATS, WITH_EXPERTS, save, written
-from tests.torch.test_gpu_runner_interpreted import CONFIG
+from tests.torch.test_gpu_runner_interpreted import CONFIG, UnwarmedRunner
 
 STRETCH = 6.0  # of the layers' weights
 PROMPTS = ((70, 6), (3, 2), (9, 3))  # tokens, and tokens to generate
@@ -98,7 +97,7 @@ def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[
     runner: Runner
     if isinstance(storage, DeviceStorage):
         parts = build_decoder(checkpoint, 2, storage).parts
-        runner = GPURunner(config, checkpoint.spec, parts, ends, device=torch.device("cpu"))
+        runner = UnwarmedRunner(config, checkpoint.spec, parts, ends, device=torch.device("cpu"))
     else:
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512, storage), config.kv), ends)
     engine = build_engine(config, runner)

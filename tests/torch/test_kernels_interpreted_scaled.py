@@ -101,7 +101,7 @@ def test_four_bits_come_close() -> None:
 def test_every_shape_is_cut_without_a_rest() -> None:
     shapes = [(6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536), (48, 96), (1024, 2048)]
     for columns, inner in shapes:
-        for rows in (1, 8, 16, 32, 64):
+        for rows in (1, 8, 16, 32, 64, 100, 256):
             for narrow in (False, True):
                 cut = scaled_tuning(rows, columns, inner, narrow=narrow)
                 assert columns % cut.columns == 0 and inner % (cut.inner * cut.parts) == 0

@@ -48,6 +48,12 @@ class PrefixCache:
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of
+        names = [key.key for key in keys]
+        if len(names) > 1 and block_of.keys().isdisjoint(names) and len(set(names)) == len(names):
+            if key_of.keys().isdisjoint(blocks):  # the common case, without a look at each
+                block_of.update(zip(names, blocks, strict=True))
+                key_of.update(zip(blocks, keys, strict=True))
+                return list(blocks)
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
@@ -57,11 +63,16 @@ class PrefixCache:
                 entered.append(block)
         return entered
 
-    def drop(self, block: int) -> BlockKey:
-        """A block's content is about to go; returns the key it stood under."""
-        key = self._key_of.pop(block)
-        del self._block_of[key.key]
-        return key
+    def drop(self, blocks: Sequence[int]) -> list[BlockKey]:
+        """The content of these blocks is about to go; returns the keys they stood under."""
+        keys = list(map(self._key_of.pop, blocks))
+        for key in keys:
+            del self._block_of[key.key]
+        return keys
+
+    def __contains__(self, name: bytes) -> bool:
+        """Whether a block stands under a name."""
+        return name in self._block_of
 
     def named(self, name: bytes) -> int | None:
         """The block under a name."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.request import BlockKey
-from paceline.core.store import BlockHead
 from paceline.kv.block_pool import Blocks
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.level import Level
@@ -24,6 +23,7 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
+TOGETHER_SHARE = 8  # of that room is taken before blocks move: many at once cost little more than one
 TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
 FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
 BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
@@ -109,8 +109,9 @@ class Tiers:
             return
         for above in (0, 1) if self.has_disk else (0,):
             for group, part in enumerate(self._kv.levels[above]):
-                short = self._reserves[above][group] - part.pool.num_empty
-                if short > 0 and len(part.pool.evictable):
+                reserve = self._reserves[above][group]
+                short = reserve - part.pool.num_empty
+                if short > reserve // TOGETHER_SHARE and len(part.pool.evictable):
                     slower = BESIDE_PROMPTS if reads_prompts and not above else 1
                     self._sink(above, group, short - self._leaving(above, group), slower)
 
@@ -227,7 +228,8 @@ class Tiers:
         if most < len(
             lacking
         ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
-            lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
+            order = np.lexsort((lacking, np.array(uses)[lacking]))
+            lacking = sorted([lacking[at] for at in order[len(lacking) - most :].tolist()])
         if len(lacking) < len(keys):
             dropped = np.ones(len(blocks), np.bool_)
             dropped[lacking] = False
@@ -245,11 +247,11 @@ class Tiers:
 
     def has(self, key: BlockKey) -> bool:
         """Whether lower levels may hold a block, or it is on its way."""
-        kv = self._kv
+        name, levels = key.key, self._kv.levels
         return (
-            kv.levels[HOST][0].cache.named(key.key) is not None
-            or key.key in kv.fetching
-            or (self.has_disk and kv.levels[DISK][0].cache.named(key.key) is not None)
+            name in levels[HOST][0].cache
+            or name in self._kv.fetching
+            or (self.has_disk and name in levels[DISK][0].cache)
         )
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
@@ -379,5 +381,5 @@ class Tiers:
         moves = (delta.fetch if incoming else delta.store) if above else delta.swap_out
         moves.append((number, group, blocks, places))
         if above:
-            heads = delta.fetch_heads if incoming else delta.store_heads
-            heads += [BlockHead(key.key, key.check, count) for key, count in zip(keys, uses, strict=True)]
+            (delta.fetched_keys if incoming else delta.stored_keys).extend(keys)
+            (delta.fetched_uses if incoming else delta.stored_uses).extend(uses)

@@ -218,6 +218,21 @@ def test_a_reset_of_the_cache_forgets_every_level() -> None:
     assert num_cached(bench, again) == 0
 
 
+def test_no_request_waits_for_what_was_on_its_way_when_the_cache_was_reset() -> None:
+    bench = on_disk(late_moves=3)
+    bench.add(prompt(17), 2)
+    bench.step()
+    assert len(bench.state.kv.fetching) == 4
+    bench.scheduler.reset_prefix_cache()
+    assert not bench.state.kv.fetching
+    bench.run()
+    again = bench.add(prompt(17), 2)
+    bench.step()
+    assert bench.states()[again] is RequestState.RUNNING
+    assert not bench.reasons(DecisionKind.DEFER, again)
+    bench.run()
+
+
 def test_a_step_that_fails_takes_the_device_and_not_the_host() -> None:
     config = levels()
     runner = BreakingRunner(config)

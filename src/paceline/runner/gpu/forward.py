@@ -40,6 +40,8 @@ from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
+    MAX_SPLIT_ROWS,
+    is_split,
     scaled_gated_tuning,
     scaled_matrix_product,
     scaled_product,
@@ -128,7 +130,8 @@ class DeviceDecoder:
         self._residual, self._normed, self._update = (room(max_tokens, width) for _ in range(3))
         self._product = room(max_tokens, heads)
         self._wide, self._narrow = room(max_tokens, 2 * inner), room(max_tokens, inner)
-        most_rows = max([MAX_ROWS, *(linear.most_rows for linear in grouped)])
+        few = MAX_ROWS if scaled is None else MAX_SPLIT_ROWS
+        most_rows = max([few, *(linear.most_rows for linear in grouped)])
         self._parts = torch.zeros(MAX_PARTS * most_rows * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
@@ -343,7 +346,7 @@ class DeviceDecoder:
         (`is_bare`), the product adds itself and nothing is left to add: the norm then moves half as much."""
         if isinstance(linear, ScaledLinear):
             x = self._quantized(x, overlapped)
-            if is_bare and len(x) <= MAX_ROWS:
+            if is_bare and is_split(len(x), linear.weight.q.shape[0]):
                 tuning = scaled_tuning(len(x), *linear.weight.q.shape, narrow=True)
                 parts = self._parts_for(tuning, x, linear.weight.q.shape[0])
                 scaled_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
