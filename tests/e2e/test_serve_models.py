@@ -18,6 +18,7 @@ from tests.e2e.batch_client import COMPLETIONS, begin, jsonl, request, results, 
 from tests.e2e.client_server import ADMIN, KEY, NARROW_KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import run, run_process
+from tests.e2e.test_serve_page import messages as feed_messages
 from tests.model_folder import write_model, write_weights
 
 PROMPT = "once upon a time there was a model"
@@ -108,6 +109,7 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.figure("engine_busy_seconds_total", name) > 0
         explained = server.answer("right").json["id"]
         assert server.ask("GET", f"/v1/requests/{explained}/explain").status == 200
+        check_feeds(server)
         # What a key may have at once counts over all models.
         with server.open("POST", "/v1/completions", endless(), key=NARROW_KEY) as stream:
             stream.readline()
@@ -115,6 +117,22 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.ask("POST", "/v1/completions", body, key=NARROW_KEY).code == "concurrency_exceeded"
         server.wait_until(server.is_idle)
         assert server.metric("invariant_violations_total") == 0
+
+
+def check_feeds(server: SeveralModels) -> None:
+    """Each model has its feed, and every feed tells of all of them."""
+    for name in ("left", "right"):
+        (newest,) = feed_messages(server, 1, f"?model={name}")
+        assert newest["engine"]["snapshot"]["finished"] >= 9
+        assert server.ask("GET", f"/v1/admin/about?model={name}", key=ADMIN).json["model"] == name
+        models = newest["server"]["models"]
+        assert [(model["name"], model["share"], model["standing"]) for model in models] == [
+            ("left", 1, "awake"),
+            ("right", 2, "awake"),
+        ]
+        assert all(model["device_s"] > 0 for model in models)
+    assert server.ask("GET", "/v1/admin/about", key=ADMIN).json["model"] == "left"
+    assert server.ask("GET", "/v1/admin/watch?model=middle", key=ADMIN).code == "model_not_found"
 
 
 def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -134,7 +152,10 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
             assert server.standing("left") == "asleep" and server.standing("right") == "awake"
             assert server.text("right")
             assert server.standing("left") == "asleep", "requests for others do not wake it"
-            assert server.text("left") == before, "a request wakes it"
+            woken = server.answer("left").json
+            assert woken["choices"][0]["text"] == before, "a request wakes it"
+            explained = server.ask("GET", f"/v1/requests/{woken['id']}/explain")
+            assert b"its model was asleep" in explained.body
             assert server.standing("left") == "awake"
         assert server.rest("left", "sleep", "?level=2").status == 200
         assert server.rest("left", "wake").json["standing"] == "awake"

@@ -222,6 +222,39 @@ def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: C
     server.wait_until(server.is_idle)
 
 
+@pytest.mark.parametrize(("path", "asked"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
+def test_answers_of_other_formats_are_forked_as_chat_completions(
+    server: ClientServer, path: str, asked: str
+) -> None:
+    body = {
+        "model": MODEL,
+        asked: [{"role": "user", "content": "hello"}],
+        "max_tokens" if asked == "messages" else "max_output_tokens": ENDLESS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    answer = server.open("POST", path, body)
+    assert answer.status == 200, answer.read()
+    name, said = "", 0
+    while said < 3:
+        line = answer.readline()
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        named = event.get("response") or event.get("message") or {}
+        name = named.get("id", name).removeprefix("resp_").removeprefix("msg_")
+        said += "delta" in str(event.get("type"))
+    status, whole = post(server, f"{name}/fork", n=2, at=2, max_tokens=3, temperature=0)
+    assert (status, whole["object"]) == (200, "chat.completion"), whole
+    assert [choice["index"] for choice in whole["choices"]] == [1, 2]
+    assert len({choice["message"]["content"] for choice in whole["choices"]}) == 1, "both are greedy"
+    branch = Stream(server, f"/v1/requests/{name}/0/fork", at=2, max_tokens=3)
+    branch.rest()
+    assert branch.fork["text"] + branch.texts[3] == whole["choices"][0]["message"]["content"]
+    assert branch.ends[3][0] == "length"
+    answer.close()
+    server.wait_until(server.is_idle)
+
+
 def test_what_cannot_be_done_is_refused(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold", tree={"max_branches": 3, "max_tokens": 40})
     stream.until_held()

@@ -48,7 +48,7 @@ def test_the_activation_of_eight_bits(
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64])
+@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64, 100, 256])
 @pytest.mark.parametrize("columns, inner", [(6144, 4096), (4096, 14336), (1024, 3072), (960, 576)])
 def test_products(kind: torch.dtype, rows: int, columns: int, inner: int) -> None:
     for narrow in (False, True):

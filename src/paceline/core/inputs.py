@@ -244,9 +244,9 @@ class SetAdapter(Input):
 
 @_logged_as("restored")
 class Restored(Input):
-    """What earlier runs have left on the disk can be hit from now on."""
+    """What earlier runs, or other servers, have left on the disk can be hit from now on."""
 
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # none: wherever there is room
     keys: tuple[bytes, ...]
     uses: tuple[int, ...]
     learned: tuple[tuple[float, ...], ...] = ()  # by their eviction, by level
@@ -275,6 +275,14 @@ class StepFailed(Input):
 @_logged_as("sleep")
 class Sleep(Input):
     """The runner's memory is let go of: rows and cached prefixes with it."""
+
+
+@_logged_as("slab")
+class MoveSlab(Input):
+    """The blocks of a slab come from another model, or go to it; rows that hold any of them are preempted."""
+
+    number: int
+    gained: bool
 
 
 @_logged_as("shrink")

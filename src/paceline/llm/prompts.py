@@ -94,6 +94,8 @@ class PromptReader:
 
     def read_inserted(self, given: str | Sequence[int], param: str) -> list[int]:
         """What is put into an output, as text or ids."""
+        if given == "":
+            return []
         if isinstance(given, str):
             if self._tokenizer is None:
                 raise InvalidRequest("text needs a tokenizer; give token ids", param=param)

@@ -20,8 +20,10 @@ from contextlib import suppress
 from paceline.core.plan import Runner
 from paceline.core.standing import Standing
 from paceline.engine.conductor import Conductor, Order
+from paceline.engine.slab_trade import SlabTrade
 from paceline.errors import SleepRefused
 from paceline.factory import LoadedModel
+from paceline.kv.slabs import SlabMarket
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.frames import rejected_with
@@ -80,6 +82,9 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
+NO_SLEEP = (
+    "this model cannot sleep: on a GPU those alone, of experts, with adapters or --kv-disk-dir stay awake"
+)
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
 
@@ -113,6 +118,7 @@ class EngineService:
         self,
         models: Sequence[LoadedModel],
         conductor: Conductor,
+        market: SlabMarket | None,
         channel: Channel,
         configure: frames.Configure,
         logs: LogQueue,
@@ -125,6 +131,7 @@ class EngineService:
             for index, (loaded, seat) in enumerate(zip(models, conductor.seats, strict=True))
         ]
         self._waking: dict[int, Waking] = {}
+        self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
         self._heartbeat_s = configure.heartbeat_s
         self._next_heartbeat_s = 0.0
         for loaded in models:
@@ -134,9 +141,13 @@ class EngineService:
     def run(self) -> int:
         """Serve until a Stop frame comes or the socket ends; returns the exit code of the process."""
         try:
-            for index, seat in enumerate(self._conductor.seats):
-                if seat.standing is Standing.ASLEEP:  # there is no room for all of them at the start
-                    self._put_to_sleep(Order(index, seat.level))
+            # There may not be room for all of them at the start.
+            seats = enumerate(self._conductor.seats)
+            sleepers = [index for index, seat in seats if seat.standing is Standing.ASLEEP]
+            for index in sleepers:
+                self._put_to_sleep(Order(index, self._conductor.seats[index].level))
+            if self._trade is not None:
+                self._trade.begin()
             while not self._stopping:
                 self._turn()
             self._flush_and_close()
@@ -163,6 +174,8 @@ class EngineService:
             self._deliver()
         if self._waking or not self._conductor.is_settled:
             self._rest_and_wake()
+        if self._trade is not None:
+            self._trade.settle()
         self._step()
         now_s = time.monotonic()
         for model in self._models:
@@ -256,7 +269,7 @@ class EngineService:
         if seat.config.pinned:
             raise SleepRefused("this model is pinned: it never sleeps")
         if model.sleeper is None or not seat.can_sleep:
-            raise SleepRefused("models on a GPU, with adapters or with --kv-disk-dir cannot sleep yet")
+            raise SleepRefused(NO_SLEEP)
         if seat.standing is Standing.WAKING:
             raise SleepRefused("this model is being woken; try again when it is awake")
         count = len(model.engine.scheduler.state.requests)
@@ -286,12 +299,16 @@ class EngineService:
             model.deliver_rest()
         level = max(order.level, self._conductor.seats[order.model].level)
         model.sleeper.let_go(level)
+        if self._trade is not None:
+            self._trade.slept(order.model)
         model.sleeps += 1
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
         _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
 
     def _begin_to_wake(self, number: int) -> None:
+        if self._trade is not None and not self._trade.make_room(number):
+            return  # it is ordered again
         self._conductor.waking(number)
         self._models[number].next_report_s = 0.0
         self._waking[number] = Waking(self._models[number])
@@ -313,6 +330,8 @@ class EngineService:
             _logger.info("the model %s is awake after %.3f s", self._name(number), seconds)
             return
         _logger.error("the model %s could not be woken: %s", self._name(number), _one_line(error))
+        if self._trade is not None:
+            self._trade.slept(number)
         self._conductor.wake_failed(number)  # the second time in a row, the other side ends its requests
 
     def _name(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Keys and values on the device: one tensor per group of layers, whose parts are the pools of these layers.
+"""Keys and values on the device: one piece of memory, whose parts are the pools of the layers (`slab_memory`).
 
 A pool is [blocks, kv heads, block size, head_dim]; copies between blocks are plain torch operations in the stream of
 the steps. They move bytes and need not know what type is stored. What lies in a block beyond its row's tokens is never
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +19,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import KVConfig
-from paceline.core.plan import EMPTY, BlockCopies, Swaps
+from paceline.core.plan import EMPTY, BlockCopies, StepPlan, Swaps
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
+from paceline.runner.gpu.slab_memory import PartShape, SlabMemory
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> int:
     """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`. `num_further`: layers of
     a head, which are as large."""
-    layers = spec.num_layers + num_further
-    return layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return part_shape(spec, dtype, num_further).block_bytes
+
+
+def part_shape(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> PartShape:
+    return PartShape(2 * (spec.num_layers + num_further), spec.num_kv_heads, spec.head_dim, dtype)
+
+
+_BLOCKS_OF_A_PLAN = (
+    ("new_blocks", ("block",)),
+    ("block_copies", ("source", "target")),
+    ("swap_out", ("block",)),
+    ("swap_in", ("block",)),
+)
 
 
 class KVPools:
@@ -41,23 +55,57 @@ class KVPools:
         tables: Sequence[Tensor],
         dtype: torch.dtype,
         further: Sequence[FurtherLayer] = (),
+        memory: SlabMemory | None = None,
     ) -> None:
-        """`further`: layers of a head, with keys as large as the model's."""
+        """`further`: layers of a head, with keys as large as the model's. `memory`: what models share; None: one slab
+        holds all blocks of this one."""
         further_groups = [layer.group(spec.group_windows) for layer in further]
         groups = (*spec.layer_groups, *further_groups)
         assert config.block_size == BLOCK_SIZE, f"kernels are made for blocks of {BLOCK_SIZE} tokens"
-        device, block = tables[0].device, (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        pools: list[Tensor] = []
-        for index, group in enumerate(config.groups):
-            shape = (2 * groups.count(index), group.num_blocks or config.num_blocks, *block)
-            pools.append(torch.zeros(shape, dtype=dtype, device=device))
-        parts = [iter(pool.unbind()) for pool in pools]
+        shape = part_shape(spec, dtype, len(further))
+        parts = [2 * groups.count(index) for index in range(len(config.groups))]
+        if memory is None:
+            counts = [group.num_blocks or config.num_blocks for group in config.groups]
+            size = sum(part * count for part, count in zip(parts, counts, strict=True)) * shape.num_bytes
+            memory = SlabMemory(1, size, tables[0].device)
+        else:
+            counts = [config.slab_blocks] * len(parts)
+        self._slab_blocks = config.slab_blocks
+        self._slab_units = memory.slab_bytes // shape.num_bytes
+        numbers = memory.bytes.view(dtype).view(-1, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        words = memory.bytes.view(torch.int64)
+        # Per group every block with its keys and values in all layers, in words: [units, parts, words].
+        self.blocks: list[Tensor] = []
+        pools: list[Iterator[Tensor]] = []
+        first = 0  # unit at which the parts of a group begin
+        for count, count_parts in zip(counts, parts, strict=True):
+            units = (memory.num_slabs - 1) * self._slab_units + count
+            starts = [first + part * count for part in range(count_parts)]
+            pools.append(iter([numbers[start : start + units] for start in starts]))
+            per_part = shape.num_bytes // 8
+            strides = (per_part, count * per_part, 1)
+            self.blocks.append(words.as_strided((units, count_parts, per_part), strides, first * per_part))
+            first += count_parts * count
         self.layers = [
-            PagedKV(keys=next(parts[group]), values=next(parts[group]), block_table=tables[group])
+            PagedKV(keys=next(pools[group]), values=next(pools[group]), block_table=tables[group])
             for group in groups
         ]
-        # Per group every block with its keys and values in all layers, in words: [blocks, 2 * layers, words ...].
-        self.blocks = [pool.view(torch.int64).transpose(0, 1) for pool in pools]
+
+    def in_units(self, plan: StepPlan) -> StepPlan:
+        """A plan with the units of its blocks instead of their numbers (`slab_memory`)."""
+        if not self._slab_blocks:
+            return plan
+        changes: dict[str, Any] = {}
+        for name, columns in _BLOCKS_OF_A_PLAN:
+            found = getattr(plan, name)
+            if len(found.group):
+                units = {column: self._units(getattr(found, column)) for column in columns}
+                changes[name] = replace(found, **units)
+        return plan._replace(**changes)
+
+    def _units(self, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+        slab, within = np.divmod(blocks, self._slab_blocks)
+        return slab * self._slab_units + within
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
