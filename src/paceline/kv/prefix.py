@@ -49,11 +49,11 @@ class PrefixCache:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of
         names = [key.key for key in keys]
-        if len(names) > 1 and block_of.keys().isdisjoint(names) and len(set(names)) == len(names):
-            if key_of.keys().isdisjoint(blocks):  # the common case, without a look at each
-                block_of.update(zip(names, blocks, strict=True))
-                key_of.update(zip(blocks, keys, strict=True))
-                return list(blocks)
+        is_new = block_of.keys().isdisjoint(names) and key_of.keys().isdisjoint(blocks)
+        if is_new and len(set(names)) == len(names):  # mostly so: no look at each
+            block_of.update(zip(names, blocks, strict=True))
+            key_of.update(zip(blocks, keys, strict=True))
+            return list(blocks)
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
