@@ -83,12 +83,14 @@ def _load(configure: frames.Configure, note: LoadProgress) -> tuple[list[LoadedM
     models, infos = [], []
     for model, given, share in entries:
         started_s = time.monotonic()
-        tell = (
-            partial(_note_named, note, share.name or Path(model.model or "").name)
-            if configure.further
-            else note
-        )
-        loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell)
+        name = share.name or Path(model.model or "").name
+        tell = partial(_note_named, note, name) if configure.further else note
+        try:
+            loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell)
+        except PacelineError as error:
+            if configure.further:  # which of them
+                error.args = (f"{name}: {error}", *error.args[1:])
+            raise
         models.append(loaded)
         infos.append(_info(loaded, time.monotonic() - started_s))
     return models, infos
