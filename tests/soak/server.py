@@ -42,7 +42,7 @@ PATIENCE_S = 60.0
 HEADER_TIMEOUT_S = 3.0
 # A quarter of what 32 users and the stalled readers hold when all are served at once: 10 blocks a user, 40 a reader.
 NUM_BLOCKS = {MODEL: 80, OTHER: 72}
-DISK_BYTES = 2_000_000
+DISK_BYTES = 600_000
 FLAGS = {
     "port": "0",
     "max-model-len": str(CONTEXT),
