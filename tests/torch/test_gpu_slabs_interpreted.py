@@ -131,7 +131,9 @@ def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
     asked = [prompts(model, 2) for model in (0, 1)]
     expected = [alone(checkpoint, given) for checkpoint, given in zip(checkpoints, asked, strict=True)]
     assert expected[0] != expected[1]
-    both = TwoModels(checkpoints, 1 + 7 + 3)  # that of null blocks, two homes, and room for one of them at its peak
+    both = TwoModels(
+        checkpoints, 1 + 7 + 3
+    )  # that of null blocks, two homes, and room for one of them at its peak
     home = both.trade.market.owners[0].home
     assert both.trade.market.owners[1].home.stop == 1 + 7
     for model in (0, 1, 0):
@@ -145,15 +147,3 @@ def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
         assert not torch.equal(before, both.memory.bytes)
         both.wake(0)
         assert answers(both.engines[0], asked[0], both.trade) == expected[0]
-
-
-def test_the_size_of_slabs_wastes_little() -> None:
-    from paceline.runner.gpu.slab_memory import MIB, PartShape
-
-    large = PartShape(64, 8, 128, torch.bfloat16)  # 8B
-    small = PartShape(56, 8, 128, torch.bfloat16)  # 0.6B
-    for shapes in ([large], [small], [large, small], [large, PartShape(48, 3, 64, torch.float8_e4m3fn)]):
-        size = choose_slab_bytes(shapes)
-        assert 128 * MIB <= size <= 512 * MIB
-        for shape in shapes:
-            assert size % shape.num_bytes == 0 and size % shape.block_bytes < 0.02 * size
