@@ -148,15 +148,3 @@ def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
         assert not torch.equal(before, both.memory.bytes)
         both.wake(0)
         assert answers(both.engines[0], asked[0], both.trade) == expected[0]
-
-
-def test_the_size_of_slabs_wastes_little() -> None:
-    from paceline.runner.gpu.slab_memory import MIB, PartShape
-
-    large = PartShape(64, 8, 128, torch.bfloat16)  # 8B
-    small = PartShape(56, 8, 128, torch.bfloat16)  # 0.6B
-    for shapes in ([large], [small], [large, small], [large, PartShape(48, 3, 64, torch.float8_e4m3fn)]):
-        size = choose_slab_bytes(shapes)
-        assert 128 * MIB <= size <= 512 * MIB
-        for shape in shapes:
-            assert size % shape.num_bytes == 0 and size % shape.block_bytes < 0.02 * size
