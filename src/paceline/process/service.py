@@ -256,7 +256,7 @@ class EngineService:
         if seat.config.pinned:
             raise SleepRefused("this model is pinned: it never sleeps")
         if model.sleeper is None or not seat.can_sleep:
-            raise SleepRefused("models on a GPU, with adapters or with --kv-disk-dir cannot sleep yet")
+            raise SleepRefused("models on a GPU, with adapters, --kv-disk-dir or --kv-store cannot sleep yet")
         if seat.standing is Standing.WAKING:
             raise SleepRefused("this model is being woken; try again when it is awake")
         count = len(model.engine.scheduler.state.requests)
