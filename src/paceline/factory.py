@@ -312,8 +312,7 @@ def _on_cpu(
     kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
+    known = (kv_dtype, about, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     hardware = Hardware(
@@ -516,8 +515,7 @@ def _on_gpu(
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (name, torch.__version__, config.kv.block_size, dtype, kv_dtype, model.quantization, drafting)
+    known = (name, torch.__version__, dtype, kv_dtype, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
@@ -545,6 +543,11 @@ def _on_gpu(
     )
     moving = runner if disk is None else disk.start(runner, runner.host_places)
     return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
+
+
+def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
+    """What KV depends on: a head keeps some of its own."""
+    return None if drafts is None else (drafts.method, drafts.model)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
