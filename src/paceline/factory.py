@@ -578,7 +578,10 @@ def share_memory(
     """What each of several models is to know of the memory they share; None: it has its own."""
     from paceline.runner.device import choose_device
 
-    if len(models) < 2 or any(choose_device(model) != "cuda" for model, _, _ in models):
+    devices = {choose_device(model) for model, _, _ in models} if len(models) > 1 else set()
+    if len(devices) > 1:
+        raise ConfigError("models of one server take turns on one device: give all of them the same --device")
+    if devices != {"cuda"}:
         for _, _, share in models:
             if share.kv_floor_bytes or share.kv_ceiling_bytes:
                 raise ConfigError(
