@@ -36,11 +36,10 @@ from paceline.runner.gpu.kernels.skinny_product import (
 
 COLUMNS_TOGETHER = 16
 MAX_PACKED_ROWS = 512  # more are faster with the matrix unpacked
-_FEWEST_ROWS = 8  # of a matrix instruction
 _LINE_WORDS = tl.constexpr(64)  # of a line of the cache, 128 bytes
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _AHEAD_ROWS = 16  # up to here there is time while others compute
-_MOST_AHEAD = int(os.environ.get("PACELINE_AHEAD", "256"))
+_AHEAD_BYTES = int(os.environ.get("PACELINE_AHEAD", "16")) << 20
 _PAIRS = {2: torch.int32, 4: torch.int64}  # a scale and an offset of so many bytes each, as one number
 
 
@@ -89,6 +88,7 @@ def packed_tuning(
         inner=step,
         parts=fitting_parts(4, inner, step) if may_split else 1,
         num_stages=3 if gated and rows > 32 else stages,
+        fewest_rows=8,  # eight and sixteen rows are different instructions
     )
 
 
@@ -115,18 +115,24 @@ def packed_product(
         tuning=tuning,
         gated=gated,
         overlapped=overlapped,
-        fewest_rows=_FEWEST_ROWS,
         GROUP=weight.group,
         QUARTER=weight.quarter,
         TOGETHER=COLUMNS_TOGETHER,
-        AHEAD=_lines_ahead(x.shape, weight, tuning),
+        AHEAD=_lines_ahead(len(x), weight, tuning),
     )
 
 
-def _lines_ahead(x: torch.Size, weight: PackedWeight, tuning: ProductTuning) -> int:
-    """Lines of sixteen columns that a program asks for before it waits: all of them, as far as they are few."""
-    lines = x[1] // tuning.parts * COLUMNS_TOGETHER // 2 // 128
-    return min(_MOST_AHEAD, 1 << (lines.bit_length() - 1)) if x[0] <= _AHEAD_ROWS else 0
+def _lines_ahead(rows: int, weight: PackedWeight, tuning: ProductTuning) -> int:
+    """Lines of sixteen columns that a program asks for before it waits, as many as the cache has room for."""
+    columns, inner = weight.shape
+    lines = (
+        min(
+            inner // tuning.parts * COLUMNS_TOGETHER,
+            _AHEAD_BYTES * COLUMNS_TOGETHER // columns // tuning.parts * 2,
+        )
+        // 256
+    )
+    return 1 << (lines.bit_length() - 1) if lines and rows <= _AHEAD_ROWS else 0
 
 
 def as_numbers(pairs: Tensor) -> Tensor:
