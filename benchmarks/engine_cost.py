@@ -66,6 +66,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
+from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, EMPTY, STOPPED, DraftTally, Pending, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
@@ -192,6 +193,7 @@ class Load:
         kv: KVConfig,
         costs: PreemptionCosts | None = None,
         drafts: int = 0,
+        clock: ManualClock | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(
@@ -207,7 +209,8 @@ class Load:
             **options,
         )
         self.runner = NoOpRunner(Capacity.of(config).num_rows, drafts)
-        self.engine = build_engine(config, self.runner)
+        self.clock = clock or ManualClock()  # of the engine, if it is given
+        self.engine = build_engine(config, self.runner, clock=clock)
         self._sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self._random = np.random.default_rng(0)
         self.add(num_rows)

@@ -49,11 +49,11 @@ class PrefixCache:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of
         names = [key.key for key in keys]
-        if len(names) > 1 and block_of.keys().isdisjoint(names) and len(set(names)) == len(names):
-            if key_of.keys().isdisjoint(blocks):  # the common case, without a look at each
-                block_of.update(zip(names, blocks, strict=True))
-                key_of.update(zip(blocks, keys, strict=True))
-                return list(blocks)
+        is_new = block_of.keys().isdisjoint(names) and key_of.keys().isdisjoint(blocks)
+        if is_new and len(set(names)) == len(names):  # mostly so: no look at each
+            block_of.update(zip(names, blocks, strict=True))
+            key_of.update(zip(blocks, keys, strict=True))
+            return list(blocks)
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
@@ -110,11 +110,13 @@ class KeyMaker:
         raw = np.ascontiguousarray(tokens[start * size : end * size], np.int32).tobytes()
         parent = keys[-1].key if keys else root
         made: list[BlockKey] = []
+        before = keys[-1].key if keys else b""
         for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
             payload = parent + raw[low:high]
             digest = hashlib.blake2b(
                 payload, digest_size=KEY_BYTES + CHECK_BYTES, key=self._process_key
             ).digest()
             parent = digest[:KEY_BYTES]
-            made.append(BlockKey(parent, payload, digest[KEY_BYTES:]))
+            made.append(BlockKey(parent, payload, digest[KEY_BYTES:], before))
+            before = parent
         return made
