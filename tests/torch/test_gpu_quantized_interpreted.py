@@ -180,6 +180,20 @@ def test_matrices_of_gguf_files_stay_in_four_bits(dtype: str) -> None:
     torch.testing.assert_close(dense_matrix(linear, torch.float32), values, rtol=1e-6, atol=1e-7)
 
 
+def test_what_has_to_be_unpacked_is_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No product takes int8 with more than one scale a row."""
+    model = written("compressed int8")
+    for name, values in list(model.tensors.items()):
+        if name.endswith("weight_scale"):
+            model.tensors[name] = np.repeat(values, 2, axis=1)
+    load_parts(open_checkpoint(save(tmp_path, model)), torch.device("cpu"), torch.float32)
+    assert [record.getMessage() for record in caplog.records] == [
+        "matrices of INT8 have 16 bits on the GPU: no product takes them as they are in the file"
+    ]
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed int8", "gptq"])
 def test_scales_of_keys_and_values_change_nothing_but_their_range(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

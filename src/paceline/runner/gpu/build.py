@@ -99,8 +99,14 @@ def load_parts(
     home: Home | None = None,
 ) -> Parts:
     """The decoder's parts with every matrix on the device, in its `home` if it has one."""
+    storage = DeviceStorage(device, dtype, quantization, home)
     try:
-        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        parts = build_decoder(checkpoint, 2, storage, on_layer).parts
+        if storage.unpacked and quantization == "auto":
+            _logger.warning(
+                "matrices of %s have 16 bits on the GPU: no product takes them as they are in the file",
+                ", ".join(sorted(storage.unpacked)),
+            )
         if kv_dtype == torch.float8_e4m3fn:
             fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
         return parts
