@@ -536,7 +536,8 @@ def _on_gpu(
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    known = (name, torch.__version__, dtype, kv_dtype, model.quantization, _drafting(drafts))
+    scales = sorted(checkpoint.kv_scales.items())
+    known = (name, torch.__version__, dtype, kv_dtype, scales, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
