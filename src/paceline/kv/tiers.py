@@ -225,10 +225,9 @@ class Tiers:
         blocks, keys, uses = upper.give_up(short)
         lacking = lower.cache.lacking(keys)
         most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
-        if most < len(
-            lacking
-        ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
-            order = np.lexsort((lacking, np.array(uses)[lacking]))
+        if most < len(lacking):
+            # Those used most; of a prompt, its beginning: what is behind a gap is never hit.
+            order = np.lexsort((np.array(lacking), np.array(uses)[lacking]))
             lacking = sorted([lacking[at] for at in order[len(lacking) - most :].tolist()])
         if len(lacking) < len(keys):
             dropped = np.ones(len(blocks), np.bool_)
