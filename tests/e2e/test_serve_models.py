@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from paceline.models.files.hf_config import spec_from_config
 from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.e2e.batch_client import COMPLETIONS, begin, jsonl, request, results, wait
 from tests.e2e.client_server import ADMIN, KEY, NARROW_KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import run, run_process
+from tests.e2e.test_serve_adapters import spec_of
 from tests.e2e.test_serve_page import messages as feed_messages
 from tests.model_folder import write_model, write_weights
 
@@ -178,7 +177,7 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
 def test_models_with_adapters_and_a_disk_replay_from_a_warm_start(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    spec = spec_from_config(json.loads((folders["left"] / "config.json").read_text()), "config.json")
+    spec = spec_of(folders["left"])
     tuned = [
         f"{name}={write_adapter(tmp_path / name, adapter_arrays(spec, seed=seed))}"
         for seed, name in enumerate(("first", "second"), 1)
@@ -352,7 +351,7 @@ def test_a_bad_file_of_models_is_refused_in_one_sentence(text: str, tmp_path: Pa
 def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_path: Path) -> None:
     left = str(folders["left"])
     same = run("serve", left, left)
-    assert same.returncode == 2 and "two models have the name 'left'" in same.stderr
+    assert same.returncode == 2 and "two models or adapters have the name 'left'" in same.stderr
     named = run("serve", left, str(folders["right"]), "--served-model-name", "one")
     assert named.returncode == 2 and "--served-model-name names one model" in named.stderr
     twice = run("serve", left, str(folders["right"]), "--model", left)
@@ -363,3 +362,27 @@ def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_pat
     )
     small = run_process("serve", "--models", str(listed), "--port", "0")
     assert small.returncode == 2 and "give at least" in small.stderr, small.stderr
+
+
+def test_each_model_has_adapters_under_names_of_their_own(folders: dict[str, Path], tmp_path: Path) -> None:
+    home = tmp_path / "adapters"
+    for seed, (name, path) in enumerate(folders.items(), 1):
+        write_adapter(home / f"for-{name}", adapter_arrays(spec_of(path), seed=seed))
+    entries = [entry(path, lora_dir=str(home)) for path in folders.values()]
+
+    def load(name: str, path: str, query: str = "") -> Reply:
+        body = {"lora_name": name, "lora_path": path}
+        return server.ask("POST", f"/v1/load_lora_adapter{query}", body, key=ADMIN)
+
+    with several(tmp_path, entries) as server:
+        assert load("poet", "for-left").json["parent"] == "left"
+        assert load("clerk", "for-right", "?model=right").json["parent"] == "right"
+        # No adapter takes the name of another model or of its adapters, in place or not.
+        for name, query in (("right", ""), ("clerk", ""), ("poet", "?model=right")):
+            assert load(name, "for-left", query).code == "invalid_adapter"
+        assert load("other", "for-left", "?model=middle").code == "model_not_found"
+        texts = {name: server.text(name) for name in ("left", "right", "poet", "clerk")}
+        assert len(set(texts.values())) == 4
+        gone = server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "clerk"}, key=ADMIN)
+        assert gone.status == 200 and server.answer("clerk").status == 404
+        assert server.text("poet") == texts["poet"]

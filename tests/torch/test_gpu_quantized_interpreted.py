@@ -29,11 +29,12 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage, load_parts
+from paceline.runner.gpu.device_layers import device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
 from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
-from tests.pure.models.quantized_files import FORMATS, save, written
+from tests.pure.models.quantized_files import FORMATS, WITH_EXPERTS, save, written
 from tests.torch.test_gpu_runner_interpreted import CONFIG, UnwarmedRunner
 
 STRETCH = 6.0  # of the layers' weights
@@ -152,6 +153,20 @@ def test_matrices_of_files_stay_quantised(name: str, tmp_path: Path, monkeypatch
         torch.testing.assert_close(linear(x).double(), x.double() @ values.T, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "name, bits", [("fp8 per tensor", 8), ("fp8 blocks", 8), ("compressed int8", 8), ("awq", 4)]
+)
+def test_experts_of_files_stay_quantised(name: str, bits: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, written(name, values=WITH_EXPERTS)))
+    cpu = torch.device("cpu")
+    parts = load_parts(checkpoint, cpu, torch.float32)
+    layer = device_layer(parts.layers[0], checkpoint.spec, cpu, torch.float32)
+    assert layer.experts is not None
+    weights = layer.experts.weights
+    assert (weights.gate_up.bits, weights.down.bits) == (bits, bits)
+    assert (weights.gate_up.shape, weights.down.shape) == ((3, 512, 128), (3, 128, 256))
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed int8", "gptq"])
 def test_scales_of_keys_and_values_change_nothing_but_their_range(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +182,6 @@ def test_scales_of_keys_and_values_change_nothing_but_their_range(
     x, spec = torch.randn(3, 128), checkpoint.spec
     before, after = (parts.layers[0].attention for parts in (plain, folded))
     heads, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    q, k, v = before.qkv(x).split([heads, keys, keys], dim=-1)
+    q, k, v = torch.split(before.qkv(x), [heads, keys, keys], dim=-1)
     assert torch.equal(after.qkv(x), torch.cat([q * 0.5, k / 0.5, v / 8.0], dim=-1))
     assert torch.equal(after.output(x), before.output(x) * 8.0)

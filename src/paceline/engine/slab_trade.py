@@ -88,12 +88,19 @@ class SlabTrade:
 
     def make_room(self, owner: int) -> bool:
         """A model is to wake: give it its home and its floor. False: a copy under way needs something of it yet."""
-        for slab in self.market.in_the_way(owner):
-            if not self._lose(slab, self.market.owner(slab)):
-                return False
-        self.market.come_home(owner)
-        awake = [other for other, engine in enumerate(self.engines) if other == owner or not engine.is_asleep]
-        return all(self._raise_to_floor(each) for each in awake)
+        others = [
+            other for other, engine in enumerate(self.engines) if other != owner and not engine.is_asleep
+        ]
+        done = all(self._lose(slab, self.market.owner(slab)) for slab in self.market.in_the_way(owner))
+        if done:
+            self.market.come_home(owner)
+        done = all([self._raise_to_floor(each) for each in others]) and done  # noqa: C419 - every one of them
+        done = done and self._raise_to_floor(owner)
+        if not done:
+            self.slept(owner)
+            for each in others:
+                self._raise_to_floor(each)
+        return done
 
     def _raise_to_floor(self, owner: int) -> bool:
         while self.market.above_floor(owner) < 0:

@@ -110,11 +110,13 @@ class KeyMaker:
         raw = np.ascontiguousarray(tokens[start * size : end * size], np.int32).tobytes()
         parent = keys[-1].key if keys else root
         made: list[BlockKey] = []
+        before = keys[-1].key if keys else b""
         for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
             payload = parent + raw[low:high]
             digest = hashlib.blake2b(
                 payload, digest_size=KEY_BYTES + CHECK_BYTES, key=self._process_key
             ).digest()
             parent = digest[:KEY_BYTES]
-            made.append(BlockKey(parent, payload, digest[KEY_BYTES:]))
+            made.append(BlockKey(parent, payload, digest[KEY_BYTES:], before))
+            before = parent
         return made

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -222,10 +223,8 @@ class StoreThreads:
 
     def _look(self) -> None:
         while not (self._is_over.wait(NEWS_S) or self.is_off):
-            try:
+            with suppress(Exception):  # whether a store is of use is said by reads and writes
                 self.news.extend(head for _, head in self._store.entries())
-            except Exception as error:
-                self._failed(error)
 
     def _end(self, move: Move, *, is_good: bool) -> None:
         with self._news:

@@ -46,11 +46,14 @@ def names_of(entries: Sequence[ModelEntry], config: ApiConfig) -> list[tuple[str
         (entry.share.name,) if entry.share.name else model_names(entry.model, config) for entry in entries
     ]
     taken: set[str] = set()
-    for names in found:
-        twice = taken.intersection(names)
+    for names, entry in zip(found, entries, strict=True):
+        asked = {*names, *entry.model.first_adapters}
+        twice = taken & asked
         if twice:
-            raise ConfigError(f"two models have the name {min(twice)!r:.100}; give them names in --models")
-        taken.update(names)
+            raise ConfigError(
+                f"two models or adapters have the name {min(twice)!r:.100}; give them others in --models"
+            )
+        taken |= asked
     return found
 
 

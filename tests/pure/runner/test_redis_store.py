@@ -210,11 +210,10 @@ def test_as_many_places_as_redis_keeps_and_a_word_where_it_grows_or_refuses(serv
 def test_what_redis_refuses_at_the_start_is_a_config_error(server: Any) -> None:
     from redis.exceptions import AuthenticationError
 
-    client = Client(server)
-
     def refuse() -> None:
         raise AuthenticationError("invalid username-password pair")
 
+    client: Any = Client(server)
     client.ping = refuse
     with pytest.raises(ConfigError, match="refuses it: invalid username-password pair"):
         RedisStore(client, KEY, place_bytes=PLACE, fingerprint=b"weights")

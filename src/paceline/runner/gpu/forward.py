@@ -433,7 +433,7 @@ class DeviceDecoder:
         shape = (len(normed), narrow.shape[1], normed.shape[1])
         if isinstance(gate_up, GroupedLinear):
             if gate_up.bias is None and len(normed) <= gate_up.most_rows and self._activation == "silu":
-                cut = gate_up.tuning(*shape[:2])
+                cut = gate_up.tuning(*shape[:2], gated=True)
                 gate_up.product(narrow, normed, tuning=cut, gated=True, overlapped=overlapped)
                 return narrow
             gate_up = self._unpacked(gate_up)

@@ -62,12 +62,12 @@ class GroupedLinear:
         """Of a product; more are multiplied with the matrix unpacked."""
         return MAX_ROWS if isinstance(self.weight, BlockWeight) else MAX_PACKED_ROWS
 
-    def tuning(self, rows: int, columns: int, *, narrow: bool = False) -> ProductTuning:
+    def tuning(self, rows: int, columns: int, *, narrow: bool = False, gated: bool = False) -> ProductTuning:
         """How a product of few rows is cut; `columns` of its result."""
         inner = self.weight.shape[1]
         if isinstance(self.weight, BlockWeight):
             return block_tuning(rows, columns, inner, self.weight.group, narrow=narrow)
-        return packed_tuning(rows, columns, inner, narrow=narrow)
+        return packed_tuning(rows, columns, inner, narrow=narrow, gated=gated)
 
     def product(
         self, out: Tensor, x: Tensor, *, tuning: ProductTuning, gated: bool = False, overlapped: bool = False

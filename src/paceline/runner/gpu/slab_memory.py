@@ -26,6 +26,7 @@ from torch import Tensor
 from paceline.core.plan import Runner
 from paceline.core.standing import WEIGHTS_DROPPED
 from paceline.models.layers import Linear
+from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 
 MIB = 1 << 20
@@ -86,7 +87,7 @@ class Home:
     def __init__(self, memory: SlabMemory, first: int) -> None:
         self._memory, self._first = memory, first
         self._at = self._start = first * memory.slab_bytes
-        self._kept: Tensor | None = None  # the same bytes in host memory
+        self._kept: HostPlaces | None = None  # the same bytes in host memory
 
     @property
     def num_bytes(self) -> int:
@@ -128,10 +129,15 @@ class Home:
 
     def keep(self) -> None:
         """Copy what is here to host memory, where it stays: weights do not change."""
-        if self._kept is None:
-            here = self._bytes()
-            self._kept = torch.empty(len(here), dtype=torch.uint8, pin_memory=here.is_cuda)
-            self._kept.copy_(here)
+        if self._kept is not None:
+            return
+        slabs = self._as_slabs()
+        kept = HostPlaces([slabs], len(slabs), pin=slabs.is_cuda)
+        kept.pin(len(slabs))
+        for piece in self._pieces(kept):
+            kept.tensors[0][piece].copy_(slabs[piece], non_blocking=True)
+        self.wait()
+        self._kept = kept
 
     def forget(self) -> None:
         self._kept = None
@@ -140,15 +146,25 @@ class Home:
         """From host memory; False: it is not there."""
         if self._kept is None:
             return False
-        self._bytes().copy_(self._kept, non_blocking=True)
+        slabs = self._as_slabs()
+        for piece in self._pieces(self._kept):
+            slabs[piece].copy_(self._kept.tensors[0][piece], non_blocking=True)
+        self.wait()
         return True
 
-    @property
-    def is_gpu(self) -> bool:
-        return self._memory.bytes.is_cuda
+    def _as_slabs(self) -> Tensor:
+        size, slabs = self._memory.slab_bytes, self.slabs
+        here = self._memory.bytes[slabs.start * size : slabs.stop * size]
+        return here.view(torch.int64).view(len(slabs), -1)
 
-    def _bytes(self) -> Tensor:
-        return self._memory.bytes[self._start : self._at]
+    def _pieces(self, kept: HostPlaces) -> list[slice]:
+        """Slabs whose memory on the host was pinned together: one copy each."""
+        return [slice(start, start + kept.piece) for start in range(0, len(self.slabs), kept.piece)]
+
+    def wait(self) -> None:
+        """For what this thread has copied here or from here."""
+        if self._memory.bytes.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 class GPUSleeper:
@@ -169,6 +185,5 @@ class GPUSleeper:
     def open(self) -> Runner:
         if not self.home.bring_back():
             self._load(self.home.again())
-        if self.home.is_gpu:
-            torch.cuda.current_stream().synchronize()
+            self.home.wait()
         return self._runner

@@ -17,6 +17,7 @@ It must not know the layer; how a shape is cut is a table in this file, never a 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.overlap import prefetch, wait_and_announce
 from paceline.runner.gpu.kernels.skinny_product import (
+    MAX_ROWS,
     ProductTuning,
     fitting_parts,
     fitting_tile,
@@ -33,9 +35,12 @@ from paceline.runner.gpu.kernels.skinny_product import (
 )
 
 COLUMNS_TOGETHER = 16
-MAX_PACKED_ROWS = 256  # more are faster with the matrix unpacked
+MAX_PACKED_ROWS = 512  # more are faster with the matrix unpacked
 _FEWEST_ROWS = 8  # of a matrix instruction
+_LINE_WORDS = tl.constexpr(64)  # of a line of the cache, 128 bytes
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_AHEAD_ROWS = 16  # up to here there is time while others compute
+_MOST_AHEAD = int(os.environ.get("PACELINE_AHEAD", "256"))
 _PAIRS = {2: torch.int32, 4: torch.int64}  # a scale and an offset of so many bytes each, as one number
 
 
@@ -70,14 +75,20 @@ def packed_weight(numbers: Tensor, scale: Tensor, offset: Tensor) -> PackedWeigh
     return PackedWeight(words.transpose(1, 2).contiguous(), pairs.contiguous())
 
 
-def packed_tuning(rows: int, columns: int, inner: int, *, narrow: bool = False) -> ProductTuning:
-    """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
-    tile, step = fitting_tile(columns), 128 if inner % 128 == 0 else 64
-    parts = fitting_parts(4, inner, step) if narrow and columns <= 4096 else 1
-    if rows > 64 and columns % 128 == 0:
+def packed_tuning(
+    rows: int, columns: int, inner: int, *, narrow: bool = False, gated: bool = False
+) -> ProductTuning:
+    """How a product is cut, by measurements on an H200; `narrow`: its parts may be summed by the next kernel."""
+    step, may_split = 128 if inner % 128 == 0 else 64, narrow and columns <= 4096
+    if rows > MAX_ROWS and columns % 128 == 0:
+        parts = fitting_parts(2, inner, step) if may_split else 1
         return ProductTuning(columns=128, inner=step, rows=128, parts=parts, num_warps=8, num_stages=3)
+    stages = 4 if gated or rows > 32 else 5 if rows > 8 else 8
     return ProductTuning(
-        columns=tile, inner=step, parts=parts, num_stages=8 if rows <= 16 else 6 if rows <= 32 else 4
+        columns=fitting_tile(columns),
+        inner=step,
+        parts=fitting_parts(4, inner, step) if may_split else 1,
+        num_stages=3 if gated and rows > 32 else stages,
     )
 
 
@@ -108,7 +119,14 @@ def packed_product(
         GROUP=weight.group,
         QUARTER=weight.quarter,
         TOGETHER=COLUMNS_TOGETHER,
+        AHEAD=_lines_ahead(x.shape, weight, tuning),
     )
+
+
+def _lines_ahead(x: torch.Size, weight: PackedWeight, tuning: ProductTuning) -> int:
+    """Lines of sixteen columns that a program asks for before it waits: all of them, as far as they are few."""
+    lines = x[1] // tuning.parts * COLUMNS_TOGETHER // 2 // 128
+    return min(_MOST_AHEAD, 1 << (lines.bit_length() - 1)) if x[0] <= _AHEAD_ROWS else 0
 
 
 def as_numbers(pairs: Tensor) -> Tensor:
@@ -132,6 +150,7 @@ def _packed_kernel(
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     TOTAL: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCK: tl.constexpr = 4 * QUARTER
@@ -144,6 +163,15 @@ def _packed_kernel(
     x_at = x + row[:, None] * INNER + tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
+    if OVERLAPPED and AHEAD > 0:
+        # The first words of the program's columns, which lie together by sixteen.
+        line = tl.arange(0, AHEAD) * _LINE_WORDS
+        first = tl.program_id(0) * (TILE // TOGETHER) + tl.arange(0, TILE // TOGETHER)
+        ahead = weight + first.to(tl.int64)[:, None] * (TOGETHER * INNER // 4)
+        ahead += part * BLOCKS * (TOGETHER * QUARTER) + line[None, :]
+        prefetch(ahead)
+        if GATED:
+            prefetch(ahead + COLUMNS * (INNER // 4))
     wait_and_announce(OVERLAPPED)
     for block in range(part * BLOCKS, (part + 1) * BLOCKS):
         xs = tl.trans(tl.load(x_at + block * BLOCK, mask=(row < rows)[:, None], other=0.0))
