@@ -327,12 +327,12 @@ def test_nothing_is_evicted_before_it_was_copied_though_copies_are_two_steps_lat
     config = levels(host=512)
     config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=16))
     bench = bench_of(config, late_copies=2)
-    for number in range(6):
+    for number in range(10):
         bench.add(prompt(49, number), 2)
     bench.run()
-    again = [bench.add(prompt(49, number), 2) for number in range(6)]
+    again = [bench.add(prompt(49, number), 2) for number in range(10)]
     bench.run()
-    assert [num_cached(bench, number) for number in again] == [48] * 6
+    assert [num_cached(bench, number) for number in again] == [48] * 10
 
 
 def test_copies_and_loads_are_counted_by_level() -> None:
