@@ -104,6 +104,7 @@ class ModelService:
         self._cpu_work = loaded.cpu_work
         load = None if loaded.free is None else loaded.free.load
         self._load_notices = None if load is None else LoadNotices(load, reported_busy=load.is_busy)
+        self.tells_load = True  # of the machine; one of several models does
         self.slabs: Callable[[], SlabUse] = SlabUse  # of the memory that models share
         self.sleeps = self.wakes = 0
         self.last_wake_s = 0.0
@@ -199,7 +200,7 @@ class ModelService:
             return
         self._free.refresh()
         notice = self._load_notices.take()
-        if notice is not None:
+        if notice is not None and self.tells_load:
             _logger.warning("%s", notice)
 
     @property

@@ -151,6 +151,8 @@ class EngineService:
         self._waking: dict[int, Waking] = {}
         self._leaving: dict[int, Leaving] = {}
         self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
+        for model in self._models[1:]:
+            model.tells_load = False
         if market is not None:
             for index, model in enumerate(self._models):
                 model.slabs = partial(market.use, index)
