@@ -319,8 +319,7 @@ def _on_cpu(
     kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
+    known = (kv_dtype, about, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     hardware = Hardware(
@@ -537,8 +536,7 @@ def _on_gpu(
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (name, torch.__version__, config.kv.block_size, dtype, kv_dtype, model.quantization, drafting)
+    known = (name, torch.__version__, dtype, kv_dtype, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
@@ -629,6 +627,11 @@ def slab_market(
             Owner(name=share.name, share=share.share, floor=floor, ceiling=kv.most_slabs, home=loaded.home)
         )
     return SlabMarket(memory[0].num_slabs, owners, memory[0].slab_bytes)
+
+
+def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
+    """What KV depends on: a head keeps some of its own."""
+    return None if drafts is None else (drafts.method, drafts.model)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:

@@ -22,6 +22,7 @@ from paceline.runner.gpu.kernels.expert_product import (
     expert_product,
     plan_experts,
 )
+from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.linears import (
     DeviceLinear,
@@ -155,4 +156,5 @@ def values(linear: DeviceLinear) -> Tensor:
         return linear.weight.q.double() * scale
     if isinstance(linear.weight, ScaledWeight):
         return linear.weight.q.double() * linear.weight.scale.double()[:, None]
+    assert isinstance(linear.weight, PackedWeight)
     return dense_matrix(linear, linear.weight.pairs.dtype).double()

@@ -182,6 +182,6 @@ def test_scales_of_keys_and_values_change_nothing_but_their_range(
     x, spec = torch.randn(3, 128), checkpoint.spec
     before, after = (parts.layers[0].attention for parts in (plain, folded))
     heads, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    q, k, v = before.qkv(x).split([heads, keys, keys], dim=-1)
+    q, k, v = torch.split(before.qkv(x), [heads, keys, keys], dim=-1)
     assert torch.equal(after.qkv(x), torch.cat([q * 0.5, k / 0.5, v / 8.0], dim=-1))
     assert torch.equal(after.output(x), before.output(x) * 8.0)

@@ -24,6 +24,7 @@ from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import RowLogprobs, Runner
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.kv.tiers import HOST
 from paceline.models.files.open import Checkpoint, open_checkpoint
@@ -202,15 +203,49 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
 
 
-def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
-    """Tokens of a request that drops a block."""
+def small_engine(folder: Path, *, on_gpu: bool, depth: int) -> tuple[Engine, Runner]:
     checkpoint = open_checkpoint(folder, load_format="dummy")
     config = EngineConfig(
         kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=256),
         depth=depth,
     )
-    engine = build_engine(config, make_runner(checkpoint, config, on_gpu=on_gpu))
+    runner = make_runner(checkpoint, config, on_gpu=on_gpu)
+    return build_engine(config, runner), runner
+
+
+def forked(folder: Path, *, on_gpu: bool, depth: int) -> tuple[list[list[int]], int]:
+    """Tokens of a request and of branches with a token put behind what they share, and steps whose rows all decode
+    although a branch has joined."""
+    engine, runner = small_engine(folder, on_gpu=on_gpu, depth=depth)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    (parent,) = engine.add([7, 8, 9, 10, 11], sampling)
+    found: dict[int, list[int]] = {parent: []}
+    lent = 0
+    while engine.has_requests or not engine.is_idle:
+        events = engine.step_overlapped() if depth else engine.step()
+        assert engine.last_error is None, repr(engine.last_error)
+        lent += on_gpu and bool(len(runner._rows._lent))  # type: ignore[attr-defined]
+        for batch in events.tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        if len(found) == 1 and len(found[parent]) >= 3:
+            made = [engine.fork(parent, 1, at=2, append=[token])[0] for token in (20, 30)]
+            found |= {number: [] for number in made}
+    return list(found.values()), lent
+
+
+def test_branches_of_one_token_decode_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected, _ = forked(tmp_path, on_gpu=False, depth=0)
+    assert [len(tokens) for tokens in expected] == [6, 3, 3] and expected[1] != expected[2]
+    for depth in (0, 1):
+        assert forked(tmp_path, on_gpu=True, depth=depth) == (expected, 1)
+
+
+def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
+    """Tokens of a request that drops a block."""
+    engine, _ = small_engine(folder, on_gpu=on_gpu, depth=depth)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
     prompt = np.random.default_rng(1).integers(0, 512, 66).tolist()
     found: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: []}

@@ -70,7 +70,7 @@ def opened(folder: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def engine_config(**kv: int) -> EngineConfig:
+def engine_config(**kv: Any) -> EngineConfig:
     return EngineConfig(
         kv=KVConfig(block_size=64, **kv),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=192, max_model_len=LONGEST),
@@ -85,7 +85,8 @@ class TwoModels:
         shared = SharedMemory(
             num_slabs=num_slabs, slab_bytes=memory.slab_bytes, kv_slabs=8, part=0.5, device=memory
         )
-        self.engines, self.sleepers, owners = [], [], []
+        owners: list[Owner] = []
+        self.engines, self.sleepers = [], []
         for checkpoint, shape in zip(checkpoints, shapes, strict=True):
             given = {"block_size": 64, "max_model_len": LONGEST}
             sizes = shared.sizes(given, shape.block_bytes, LONGEST, None)
@@ -147,15 +148,3 @@ def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
         assert not torch.equal(before, both.memory.bytes)
         both.wake(0)
         assert answers(both.engines[0], asked[0], both.trade) == expected[0]
-
-
-def test_the_size_of_slabs_wastes_little() -> None:
-    from paceline.runner.gpu.slab_memory import MIB, PartShape
-
-    large = PartShape(64, 8, 128, torch.bfloat16)  # 8B
-    small = PartShape(56, 8, 128, torch.bfloat16)  # 0.6B
-    for shapes in ([large], [small], [large, small], [large, PartShape(48, 3, 64, torch.float8_e4m3fn)]):
-        size = choose_slab_bytes(shapes)
-        assert 128 * MIB <= size <= 512 * MIB
-        for shape in shapes:
-            assert size % shape.num_bytes == 0 and size % shape.block_bytes < 0.02 * size

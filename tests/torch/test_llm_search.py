@@ -39,7 +39,7 @@ def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: 
 
 def test_a_beam_needs_no_tokenizer(folder: Path, llm: LLM) -> None:
     """The same tokens as with one, none of them a text."""
-    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[EOS])
+    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=(EOS,))
     with LLM(str(folder), skip_tokenizer_init=True, **OPTIONS) as bare:
         found = bare.search("beam", prompt, asked, width=3)
         assert is_at_rest(bare.loaded.engine)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from paceline.config.kept_kv import check_kept
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
 from paceline.errors import ConfigError
 
@@ -482,15 +483,12 @@ class ModelConfig(CheckedOptions):
     )
     kv_store: str | None = option(
         None,
-        "redis that keeps the KV of prompts for several servers, in the place of a disk; needs paceline[redis]",
+        "redis that keeps the KV of prompts for several servers, instead of a disk; needs paceline[redis]",
         panel="KV cache",
         metavar="redis://HOST:PORT/DB",
     )
     kv_store_key: str | None = option(
-        None,
-        "key that the servers of --kv-store share; made where there is no file",
-        panel="KV cache",
-        metavar="FILE",
+        None, "key that the servers of --kv-store share; made if missing", panel="KV cache", metavar="FILE"
     )
     kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
@@ -518,7 +516,7 @@ class ModelConfig(CheckedOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
-        _check_store(self)
+        check_kept(self)
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
 
     @property
@@ -542,21 +540,6 @@ class ModelConfig(CheckedOptions):
                 raise ConfigError(f"--lora-modules names {name!r:.100} twice")
             found[name] = folder
         return found
-
-
-def _check_store(model: ModelConfig) -> None:
-    if model.kv_disk_dir is not None and model.kv_store is not None:
-        raise ConfigError("--kv-disk-dir and --kv-store are the same level: give one of them")
-    if model.kv_disk_dir is None and model.kv_disk_size:
-        raise ConfigError(
-            "--kv-disk-size needs --kv-disk-dir; the size of --kv-store is the maxmemory of redis"
-        )
-    if model.kv_disk_write_rate and model.kv_disk_dir is None and model.kv_store is None:
-        raise ConfigError("--kv-disk-write-rate needs --kv-disk-dir or --kv-store")
-    if (model.kv_store is None) != (model.kv_store_key is None):
-        raise ConfigError(
-            "--kv-store and --kv-store-key go together: servers that share a store share the file of its key"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

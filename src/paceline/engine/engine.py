@@ -511,7 +511,7 @@ class Engine:
 
     def _branch(self, tokens: NDArray[np.int32], sampling: SamplingParams, index: int) -> Request:
         own = sampling
-        if sampling.n > 1 or index:
+        if sampling.n > 1 or (index and (sampling.seed, sampling.prompt_logprobs) != (None, None)):
             seed = None if sampling.seed is None else branch_seed(sampling.seed, index)
             prompt_logprobs = None if index else sampling.prompt_logprobs  # the same for all: one tells them
             own = replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

@@ -78,8 +78,14 @@ class Level:
             self.pool.evictable.entered(entered, self.cache.names(entered), uses)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """Places hold what an earlier run has left in them."""
-        self.pool.claim(places)
+        """Places hold what an earlier run has left in them. Without places: what is not known yet takes those that are
+        free, and of what is known the least useful gives way."""
+        if len(places):
+            self.pool.claim(places)
+        else:
+            new = [at for at, key in enumerate(keys) if self.cache.named(key.key) is None][: self.num_free]
+            keys, uses = [keys[at] for at in new], [uses[at] for at in new]
+            places = self.take(len(new))
         self.enter(places, keys, uses, from_below=False)
         self.give_back(places)
 

@@ -334,17 +334,8 @@ class KVManager:
                     self.num_fresh += len(entered)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """An earlier run has left prefixes in these places of the disk; without places: others have, and what is known
-        of least use makes room for what is not known yet."""
-        disk = self.levels[2][0]
-        if len(places):
-            disk.restore(places, keys, uses)
-            return
-        new = [at for at, key in enumerate(keys) if disk.cache.named(key.key) is None][: disk.num_free]
-        if new:
-            taken = disk.take(len(new))
-            disk.enter(taken, [keys[at] for at in new], [uses[at] for at in new], from_below=False)
-            disk.give_back(taken)
+        """Earlier runs, or other servers, have left prefixes on the disk; without places, wherever there is room."""
+        self.levels[2][0].restore(places, keys, uses)
 
     def learned(self) -> tuple[tuple[float, ...], ...]:
         """What eviction has learned, by level, of the first group."""

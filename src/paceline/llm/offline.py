@@ -136,7 +136,7 @@ class TreeInPlace:
         self._front, self._name = front, name
         self.output = output
         self.tokenizer, self.sampling = front.tokenizer, sampling
-        self._step = front.engine.step_overlapped if front.engine.depth else front.engine.step
+        self.is_lockstep = not front.engine.depth  # no step is computed ahead
 
     async def ask(self, what: str, *args: Any, **options: Any) -> Any:
         front = self._front
@@ -153,8 +153,11 @@ class TreeInPlace:
         """What was told is done."""
 
     async def changed(self) -> None:
+        engine, collector = self._front.engine, self._front.collector
         with interrupts_noted():
-            self._front.collector.take(self._step())
+            if self.is_lockstep:
+                collector.take(engine.drain())
+            collector.take(engine.step() if self.is_lockstep else engine.step_overlapped())
 
     async def close(self) -> None:
         self._front.end_tree(self._name)

@@ -97,7 +97,7 @@ class StoreLevel:
             )
         if not config.kv.enable_prefix_caching or config.scheduler.mode != "continuous":
             raise ConfigError(f"{flag} keeps prefixes: it needs prefix caching and --mode continuous")
-        known = fingerprint(checkpoint, about)
+        known = fingerprint(checkpoint, (config.kv.block_size, about))
         store: OpenStore
         if model.kv_disk_dir is not None:
             size = DEFAULT_BYTES if model.kv_disk_size is None else model.kv_disk_size

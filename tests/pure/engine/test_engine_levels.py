@@ -242,7 +242,7 @@ def test_what_two_prompts_share_is_written_once_and_found_for_both() -> None:
     flood(bench, 32)
     disk = bench.state.kv.levels[DISK][0]
     assert [len(disk.find(bench.hooks_keys(tokens))) for tokens in both] == [4, 4]
-    stored = [head.key for seen in bench.seen for head in seen.plan.store.heads]
+    stored = [head.key for seen in bench.seen for head in seen.plan.store.heads()]
     assert len(stored) == len(set(stored))
 
 

@@ -213,6 +213,6 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         for _ in range(TURNS // 2):
             world.turn()
         counts += world.counts
-    wanted = ("sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes")
-    wanted += ("slabs reclaimed", "homes lent")
+    wanted = ["sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes"]
+    wanted += ["slabs reclaimed", "homes lent"]
     assert all(counts[name] >= 5 for name in wanted), counts

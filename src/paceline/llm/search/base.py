@@ -61,6 +61,7 @@ class Search:
     """One search and its options."""
 
     needs_logprobs: ClassVar[bool] = False
+    is_lockstep: ClassVar[bool] = False  # it looks at every token before the next: steps ahead are of no use
 
     @property
     def num_parallel(self) -> int:

@@ -156,6 +156,11 @@ class Lane:
         self.under_way: deque[tuple[Swaps, Mark]] = deque()
         self._num_queued = 0  # blocks of those under way
 
+    @property
+    def num_open(self) -> int:
+        """Tickets that are waiting or under way."""
+        return len(self.waiting) + len(self.under_way)
+
     def next(self) -> Swaps | None:
         """The ticket whose copies are queued next, if they may be by now."""
         if not self.waiting or (
@@ -191,17 +196,19 @@ class Lane:
 class BlockParts:
     """A pool as a table whose rows are the parts of blocks: the keys or values of one layer.
 
-    torch splits a copy into a pool with gaps into one for each two gigabytes that it spans; a copy of rows is one.
+    torch makes of a copy to blocks, whose parts lie apart, one for each two gigabytes that it spans; of rows it is one.
     """
 
     def __init__(self, blocks: Tensor) -> None:
         """`blocks`: [blocks, parts of a block, words ...], the words of a part behind one another."""
         self.words = math.prod(blocks.shape[2:])
-        block, part = blocks.stride()[:2]
-        assert block % self.words == 0 == part % self.words
-        self.flat = blocks.as_strided((blocks.shape[0] * blocks.shape[1], self.words), (self.words, 1))
-        self._block = block // self.words
-        self._parts = torch.arange(blocks.shape[1], device=blocks.device) * (part // self.words)
+        (self._block, block_gap), (part, part_gap) = (
+            divmod(step, self.words) for step in blocks.stride()[:2]
+        )
+        assert not block_gap and not part_gap, "parts lie apart by whole parts"
+        rows = (blocks.shape[0] - 1) * self._block + (blocks.shape[1] - 1) * part + 1
+        self.flat = blocks.as_strided((rows, self.words), (self.words, 1))
+        self._parts = torch.arange(blocks.shape[1], device=blocks.device) * part
 
     def rows(self, blocks: Sequence[int]) -> Tensor:
         """The rows of each of `blocks`: [blocks, parts]."""
