@@ -35,7 +35,7 @@ FIRST, LAST = ("soak", "browser", "mutants", "torch", "native"), "pure"
 PARITY = re.compile(r"tests/torch/test_parity_engine\.py::\w+\[(?:native )?([\w-]+?)(?:-torch|-native)?[:\]]")
 
 
-# Minutes each, and share nothing with the tests of their file.
+# A minute each, and share nothing with the tests of their file: they begin first.
 ALONE = (
     "test_many_random_steps_find_nothing",
     "test_many_steps_that_yield_keep_their_bits",
@@ -68,6 +68,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
+        if item.name in ALONE:
+            return -1
         folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
         return FIRST.index(folder) if folder in FIRST else len(FIRST) + (folder == LAST)
 

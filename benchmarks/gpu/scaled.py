@@ -111,7 +111,7 @@ def four_bits(layer: Layer, rows: int) -> Iterator[Variant]:
     dense = torch.empty_like(layer.dense[0])
     if rows <= MAX_ROWS:
         shape = (rows, layer.columns, layer.inner)
-        chosen = packed_tuning(*shape, narrow=layer.narrow)
+        chosen = packed_tuning(*shape, narrow=layer.narrow, gated=layer.gated)
         for columns, warps, stages, parts in product((64, 128), (4, 8), (4, 6, 8, 10), (1, 2, 4)):
             if warps * 16 <= columns and (parts == 1 or layer.narrow):
                 tuning = ProductTuning(
@@ -215,7 +215,7 @@ def check(kind: torch.dtype) -> None:
     shape = Shape(device="cuda", dtype=BF16)
     if kind == torch.uint8:
         for (_, columns, inner, gated, narrow), rows in product(SHAPES, (1, 16, 33, 64)):
-            tuning = packed_tuning(rows, columns, inner, narrow=narrow)
+            tuning = packed_tuning(rows, columns, inner, narrow=narrow, gated=gated)
             checks.check_packed_product(shape, rows, columns, inner, 128, tuning, gated=gated)
         checks.check_packing(shape, 4096, 4096)
         return

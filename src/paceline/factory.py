@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
+from paceline.config.models import ModelShare, SharedMemory
 from paceline.config.options import pick
 from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
@@ -45,6 +47,7 @@ from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
+from paceline.kv.slabs import Owner, SlabMarket
 from paceline.policy import Policy
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
@@ -60,14 +63,15 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
+    from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
 NO_PROMPT_LIMIT = (
     "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have one size "
     "(--max-num-batched-tokens)"
 )
+SLAB_SIZES = ("slab_blocks", "least_blocks", "most_slabs")
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -179,6 +183,7 @@ class LoadedModel:
     cpu_work: Callable[[], CPUWork]
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     sleeper: Sleeper | None = None  # None: its memory cannot be let go of
+    home: range = range(0)  # slabs with its weights, where memory is shared
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -197,12 +202,13 @@ def load_model(
     interactive: bool = True,
     relatives: Sequence[int] = (),
     on_progress: LoadProgress = _silent,
+    shared: SharedMemory | None = None,
 ) -> LoadedModel:
     """Open a model, build its engine on this machine's GPU or CPU, and size what `given` leaves open.
 
     `given` holds fields of `KVConfig`, `SchedulerConfig` and `EngineConfig` by name. `interactive`: a reader waits for
     each token, so that a step must not take long; else for the last one. `relatives` are processes whose use of the
-    cores counts as our own. `on_progress` is called for each stage, from any thread.
+    cores counts as our own. `on_progress` is called for each stage, from any thread. `shared`: of several models.
     """
     load = MachineLoad(relatives=relatives)  # from here on: loading shows how busy the machine is
     from paceline.models.files.fetch import resolve
@@ -231,10 +237,10 @@ def load_model(
     on_gpu, pulse = choose_device(model) == "cuda", Pulse()
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
-        built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, interactive=interactive)
+        built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper, home = built
     engine = build_engine(
         config,
         runner,
@@ -247,6 +253,7 @@ def load_model(
     if disk is not None:
         notices += disk.attach(engine.scheduler)
         engine.on_close = disk.close
+        engine.before_plan = disk.tell if disk.is_shared else None
     return LoadedModel(
         engine=engine,
         config=config,
@@ -259,6 +266,7 @@ def load_model(
         cpu_work=cpu_work,
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
         sleeper=sleeper,
+        home=home,
     )
 
 
@@ -271,8 +279,9 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
-    disk: DiskLevel | None = None
+    disk: StoreLevel | None = None
     sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
+    home: range = range(0)
 
 
 def _on_cpu(
@@ -285,9 +294,9 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.sleeper import CPUSleeper
+    from paceline.runner.store_level import StoreLevel
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
@@ -310,9 +319,8 @@ def _on_cpu(
     kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    known = (kv_dtype, about, model.quantization, _drafting(drafts))
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     hardware = Hardware(
         device="cpu",
@@ -466,7 +474,7 @@ def _torch_backend(
         make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
-        about={"name": "torch", "threads": free.most},
+        about={"name": "torch", "version": version("torch"), "threads": free.most},
         further=() if net is None else net.layers,
         make_drafter=None if net is None else partial(model_drafter, net),
     )
@@ -479,21 +487,23 @@ def _on_gpu(
     ends: tuple[int, ...],
     drafts: DraftConfig | None,
     on_progress: LoadProgress,
+    shared: SharedMemory | None,
     *,
     interactive: bool,
 ) -> Built:
     on_progress("starting torch", 0, 0)
     import torch
 
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
     from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
+    from paceline.runner.gpu.slab_memory import GPUSleeper
     from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
     from paceline.runner.guessers import open_guesser
     from paceline.runner.sizing import block_seconds
+    from paceline.runner.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)
@@ -503,24 +513,36 @@ def _on_gpu(
         head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
-    parts = build.load_parts(
-        checkpoint, device, dtype, partial(on_progress, "loading weights"), model.quantization
-    )
-    on_progress("preparing kernels", 0, 0)
     room = AdapterRoom.of(model, given.get("max_loras", 0))
+    load = partial(
+        build.load_parts,
+        checkpoint,
+        device,
+        dtype,
+        partial(on_progress, "loading weights"),
+        model.quantization,
+        kv_dtype if room is None else None,  # adapters know nothing of a file's scales
+    )
+    memory = None if shared is None else shared.device
+    home = None if memory is None else memory.home()
+    parts = load(home)
+    if memory is not None:
+        memory.close(home)
+        torch.cuda.empty_cache()  # what was copied there
+    on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
-    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room)
+    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    known = (name, torch.__version__, dtype, kv_dtype, model.quantization, _drafting(drafts))
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = _with_drafts(config, drafts)
     graphs = not model.enforce_eager
-    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room, "memory": memory}
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, **more)
     if drafts is not None:
         config = _with_drafts(config, measured_drafts(runner, drafts))
@@ -541,7 +563,75 @@ def _on_gpu(
         quantization=model.quantization,
     )
     moving = runner if disk is None else disk.start(runner, runner.host_places)
-    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
+    built = Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
+    if home is None:
+        return built
+    # Experts are stacked elsewhere.
+    can_sleep = disk is None and room is None and spec.experts is None
+    sleeper = GPUSleeper(home, load, runner) if can_sleep else None
+    return built._replace(sleeper=sleeper, home=home.slabs)
+
+
+def share_memory(
+    models: Sequence[tuple[ModelConfig, Mapping[str, Any], ModelShare]], memory_bytes: int | None
+) -> list[SharedMemory | None]:
+    """What each of several models is to know of the memory they share; None: it has its own."""
+    from paceline.runner.device import choose_device
+
+    if len(models) < 2 or any(choose_device(model) != "cuda" for model, _, _ in models):
+        for _, _, share in models:
+            if share.kv_floor_bytes or share.kv_ceiling_bytes:
+                raise ConfigError(
+                    "kv_floor_bytes and kv_ceiling_bytes are for several models on a GPU, which share KV memory: "
+                    "give kv_cache_memory_bytes"
+                )
+        return [None] * len(models)
+    import torch
+
+    from paceline.models.files.fetch import resolve
+    from paceline.models.files.open import open_checkpoint
+    from paceline.runner.gpu import build
+
+    opened = []
+    for model, given, _ in models:
+        path = resolve(model.model, model.revision, model.download_dir)
+        opened.append((model, given, open_checkpoint(path, load_format=model.load_format)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory, kv_slabs = build.share_memory(opened, memory_bytes, device)
+    total = sum(share.share for _, _, share in models)
+    return [
+        SharedMemory(
+            num_slabs=memory.num_slabs,
+            slab_bytes=memory.slab_bytes,
+            kv_slabs=kv_slabs,
+            part=share.share / total,
+            floor_bytes=share.kv_floor_bytes,
+            ceiling_bytes=share.kv_ceiling_bytes,
+            device=memory,
+        )
+        for _, _, share in models
+    ]
+
+
+def slab_market(
+    models: Sequence[LoadedModel], shares: Sequence[ModelShare], memory: Sequence[SharedMemory | None]
+) -> SlabMarket | None:
+    """Of models that share their memory; None: each has its own."""
+    if memory[0] is None:
+        return None
+    owners = []
+    for loaded, share in zip(models, shares, strict=True):
+        kv = loaded.config.kv
+        floor = kv.least_blocks // kv.slab_blocks
+        owners.append(
+            Owner(name=share.name, share=share.share, floor=floor, ceiling=kv.most_slabs, home=loaded.home)
+        )
+    return SlabMarket(memory[0].num_slabs, owners, memory[0].slab_bytes)
+
+
+def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
+    """What KV depends on: a head keeps some of its own."""
+    return None if drafts is None else (drafts.method, drafts.model)
 
 
 def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
@@ -567,7 +657,7 @@ def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineCo
         kv=KVConfig(
             **pick(KVConfig, sizes),
             groups=tuple(GroupSpec(window=window) for window in windows),
-            cache_on_host=sizes.get("cache_on_host", False),
+            **{name: sizes[name] for name in ("cache_on_host", *SLAB_SIZES) if name in sizes},
         ),
         scheduler=_scheduler_config(sizes),
         **pick(EngineConfig, sizes),

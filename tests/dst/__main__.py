@@ -32,6 +32,9 @@ REQUIRED = (
     "load: sooner than computing",
     "failed copy",
     "adapter evicted",
+    "slab lost",
+    "slab lost by force",
+    "wake",
 )
 
 

@@ -50,7 +50,11 @@ def can_tell(config: EngineConfig, trouble: Trouble) -> bool:
     plain = config.scheduler.mode == "continuous" and len(config.kv.groups) == 1
     plain &= config.scheduler.drafts is None
     return plain and not (
-        config.kv.num_host_blocks or trouble.cursed or trouble.alloc_failure or trouble.step_failure
+        config.kv.num_host_blocks
+        or config.kv.slab_blocks
+        or trouble.cursed
+        or trouble.alloc_failure
+        or trouble.step_failure
     )
 
 

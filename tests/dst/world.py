@@ -39,6 +39,7 @@ from tests.dst.settings import (
     draw_trouble,
     more_prefixes,
 )
+from tests.dst.slabs import SlabMoves, draw_slabs
 from tests.dst.trees import TreeMoves, has_trees
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
 from tests.fakes import DeviceFault, Faults
@@ -74,7 +75,7 @@ class World:
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
-        self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
+        self.config = draw_slabs(seed, draw_adapters(seed, draw_levels(level_rng, self.config)))
         self.drops_kv = drops and self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
@@ -113,6 +114,7 @@ class World:
             make_adapters=self.adapters.make,
         )
         self.adapters.begin(self.engine)
+        self.slabs = SlabMoves(seed, self.config, self.engine, self.coverage.counts)
         if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
         self.runner.scheduler = self.engine.scheduler
@@ -347,6 +349,7 @@ class World:
         self.changes.perhaps()
         self.trees.perhaps()
         self.adapters.perhaps()
+        self.slabs.perhaps(self.runner)
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,6 @@ PROMPT = "hello there"
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
-        yield llm
-
-
 def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: LLM) -> None:
     whole = llm.search("best_of", PROMPT, DRAWN, n=8, checkpoints=())
     halved = llm.search("best_of", PROMPT, DRAWN, n=8)
@@ -51,7 +39,7 @@ def test_best_of_with_halving_takes_fewer_tokens_and_finds_a_likely_answer(llm: 
 
 def test_a_beam_needs_no_tokenizer(folder: Path, llm: LLM) -> None:
     """The same tokens as with one, none of them a text."""
-    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[EOS])
+    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=(EOS,))
     with LLM(str(folder), skip_tokenizer_init=True, **OPTIONS) as bare:
         found = bare.search("beam", prompt, asked, width=3)
         assert is_at_rest(bare.loaded.engine)

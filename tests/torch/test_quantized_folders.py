@@ -16,7 +16,7 @@ from paceline.models.files.open import open_checkpoint
 from paceline.runner.native.arena import kind_of, pack
 from paceline.runner.native.layout import COLUMNS, GROUP, Q4, Q8, panel_bytes
 from tests.pure.models.made import write_folder
-from tests.pure.models.quantized_files import CONFIG, FORMATS, save, written
+from tests.pure.models.quantized_files import CONFIG, FORMATS, WITH_EXPERTS, save, written
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 64, "device": "cpu"}
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3]]
@@ -36,14 +36,20 @@ def answers(folder: Path, **options: Any) -> tuple[list[int], list[float]]:
     return tokens, likely
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_answers_are_those_of_the_weights_unpacked(name: str, tmp_path: Path) -> None:
-    model = written(name)
+CASES = [(name, CONFIG) for name in FORMATS]
+CASES += [
+    (name, WITH_EXPERTS) for name in ("fp8 blocks", "compressed int8", "compressed int4 in 32s", "gptq")
+]
+
+
+@pytest.mark.parametrize("name, values", CASES)
+def test_answers_are_those_of_the_weights_unpacked(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    model = written(name, values=values)
     dense = {**model.tensors, **{key: value.astype(np.float32) for key, value in model.values.items()}}
     wanted = {key: dense[key] for key in dense if key in model.values or dense[key].dtype == np.float32}
     parts = ("scale", "scale_inv")
     plain = {key: value for key, value in wanted.items() if not key.endswith(parts)}
-    expected = answers(write_folder(tmp_path / "dense", CONFIG, plain), cpu_backend="torch")
+    expected = answers(write_folder(tmp_path / "dense", values, plain), cpu_backend="torch")
     found = answers(save(tmp_path / "quantised", model), cpu_backend="torch")
     assert found[0] == expected[0] and found[1] == pytest.approx(expected[1], abs=1e-3)
     assert len(answers(tmp_path / "quantised", cpu_backend="native")[0]) == 10

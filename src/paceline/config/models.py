@@ -22,7 +22,13 @@ class ModelShare(CheckedOptions):
         None, "seconds without a request after which it sleeps; default: never", low=0.01
     )
     sleep_level: int = option(
-        1, "how deep it sleeps when idle; 1: weights stay in memory, 2: dropped", low=1, high=2
+        1, "how deep it sleeps when idle; 1: weights stay in host memory, 2: dropped", low=1, high=2
+    )
+    kv_floor_bytes: int | None = option(
+        None, "memory of its KV cache that no other model takes; default: its longest request", low=1
+    )
+    kv_ceiling_bytes: int | None = option(
+        None, "most memory of its KV cache; default: all that models share", low=1
     )
 
     def __post_init__(self) -> None:
@@ -31,6 +37,54 @@ class ModelShare(CheckedOptions):
             raise ConfigError(
                 f"the model {self.name!r:.80} is pinned and never sleeps: leave idle_sleep_s out"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """Memory that the KV of several models shares, in slabs, as one of them sees it (docs/decisions/0052-slabs.md)."""
+
+    num_slabs: int  # with the one that no model has
+    slab_bytes: int
+    kv_slabs: int  # those beside the weights of all models, about
+    part: float  # of this model, where nothing says more
+    floor_bytes: int | None = None
+    ceiling_bytes: int | None = None
+    device: Any = None  # the allocation; None: numbers only
+
+    def sizes(
+        self, given: Mapping[str, Any], per_block: int, longest: int, exact: int | None
+    ) -> dict[str, Any]:
+        """`given` with the blocks of a model; `exact`: bytes of its KV cache, neither more nor less."""
+        count = self.slab_bytes // per_block
+        if not count:
+            raise ConfigError(f"a slab of {self.slab_bytes} bytes holds no KV block of {per_block}")
+        if "num_blocks" in given:
+            exact = given["num_blocks"] * per_block
+        floor = self._slabs(exact or self.floor_bytes or 1)
+        most = max(floor, floor if exact else int(self.kv_slabs * self.part))
+        block_size = given["block_size"]
+        if "max_model_len" not in given:
+            longest = max(2, min(longest, (most * count - 1) * block_size))
+        needed = -(-(-(-longest // block_size) + 1) // count)
+        ceiling = min(floor if exact else self.num_slabs, self._slabs(self.ceiling_bytes or 1 << 62))
+        if max(needed, floor) > min(ceiling, self.num_slabs - 1):
+            raise ConfigError(
+                f"a request of --max-model-len {longest} takes {needed * self.slab_bytes / 2**30:.2f} GiB of KV cache, "
+                f"and this model may have {min(ceiling, self.num_slabs - 1) * self.slab_bytes / 2**30:.2f}: give a "
+                "shorter length, or more memory (kv_ceiling_bytes, kv_cache_memory_bytes, memory_bytes)"
+            )
+        blocks = {"num_blocks": self.num_slabs * count, "slab_blocks": count}
+        floor = max(needed, floor)
+        return {
+            **given,
+            **blocks,
+            "least_blocks": floor * count,
+            "most_slabs": ceiling,
+            "max_model_len": longest,
+        }
+
+    def _slabs(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.slab_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

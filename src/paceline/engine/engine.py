@@ -90,6 +90,7 @@ class Engine:
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
         self.on_close: Callable[[], object] = lambda: None  # called last, once
+        self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -381,6 +382,13 @@ class Engine:
         runner.reset(StepPlan(seq=self.num_submitted, full=True))
         self._runner = runner
 
+    def move_slab(self, number: int, *, gained: bool) -> bool:
+        """Blocks come from another model or go to it. False: a copy under way needs some of those that should go."""
+        if not gained and not self.scheduler.state.kv.can_lose(number):
+            while self._in_flight:
+                self._wait()
+        return self.scheduler.move_slab(number, gained=gained)
+
     @property
     def is_asleep(self) -> bool:
         return isinstance(self._runner, _NoRunner)
@@ -404,6 +412,8 @@ class Engine:
             self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
+        if self.before_plan is not None:
+            self.before_plan()
         plan = self.scheduler.schedule()
         if self.scheduler.state.adapters.orders:
             self.adapters.obey()

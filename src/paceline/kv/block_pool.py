@@ -2,7 +2,8 @@
 
 A block is free when its count is 0. Free blocks that still hold a cached prefix wait in the eviction order and
 are found again by a hit; the others lie on a stack and are handed out first. Block 0 is the null block: it
-takes writes that are never read and is never handed out. Knows nothing of requests, rows or keys.
+takes writes that are never read and is never handed out. Where pools share memory, blocks come and go (`gain`, `lose`).
+Knows nothing of requests, rows or keys.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 NULL_BLOCK = 0
+ABSENT = -1  # in place of a count: the block's memory belongs to another pool
 REMEMBERED = 512  # of the blocks that were evicted last
 
 
@@ -117,7 +119,7 @@ class BlockPool:
     ) -> None:
         assert num_blocks >= 2 or not has_null, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
-        self.usable = num_blocks - has_null  # blocks that can ever be handed out
+        self.usable = num_blocks - has_null  # blocks that can be handed out
         self.refs = np.zeros(num_blocks, np.int32)
         self.refs[:has_null] = 1
         self.cached = np.zeros(num_blocks, np.bool_)  # holds a prefix that can be hit
@@ -172,6 +174,19 @@ class BlockPool:
         self.num_free -= len(blocks)
         self.refs[blocks] = 1
 
+    def lose(self, blocks: Blocks) -> None:
+        """These blocks, which hold nothing, leave the pool."""
+        self.claim(blocks)
+        self.refs[blocks] = ABSENT
+        self.usable -= len(blocks)
+
+    def gain(self, blocks: Blocks) -> None:
+        """Blocks that were not there can be handed out from now on."""
+        assert (self.refs[blocks] == ABSENT).all(), "a block that is gained was not there"
+        self.refs[blocks] = 1
+        self.usable += len(blocks)
+        self.release(blocks[::-1])
+
     def take_cached(self, count: int) -> Blocks:
         """Take the `count` cached blocks that are evicted next, though others may be free."""
         self.num_free -= count
@@ -222,10 +237,11 @@ class BlockPool:
         self.cached[blocks] = False
         return blocks
 
-    def forget(self, block: int) -> None:
-        """A block no longer holds a cached prefix; when free, it moves to the stack."""
-        self.cached[block] = False
-        if self.refs[block] == 0:
-            self.evictable.remove([block])
-            self._stack[self._depth] = block
-            self._depth += 1
+    def forget(self, blocks: Blocks) -> None:
+        """Blocks no longer hold a cached prefix; those that are free move to the stack."""
+        self.cached[blocks] = False
+        free = blocks[self.refs[blocks] == 0]
+        if len(free):
+            self.evictable.remove(free)
+            self._stack[self._depth : self._depth + len(free)] = free
+            self._depth += len(free)

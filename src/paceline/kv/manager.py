@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from paceline.config.engine import Capacity, GroupSpec, KVConfig
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import NULL_BLOCK, BlockPool
+from paceline.kv.block_pool import ABSENT, NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
@@ -69,6 +69,7 @@ class Fence:
     seq: int
     group: int
     blocks: Blocks
+    level: int = 0
 
 
 class KVManager:
@@ -84,6 +85,8 @@ class KVManager:
         make_pool: PoolMaker = BlockPool,
     ) -> None:
         self.block_size = config.block_size
+        self.slab_blocks = config.slab_blocks
+        self._least_blocks = config.least_blocks
         self.caching = config.enable_prefix_caching
         self.eviction = config.eviction
         self._max_chunk = max_chunk
@@ -134,10 +137,15 @@ class KVManager:
         return self._at_most(self.blocks_for(max_total))
 
     def can_ever_hold(self, max_total: int) -> bool:
-        """Whether a sequence of `max_total` tokens fits into an empty cache."""
+        """Whether a sequence of `max_total` tokens fits into an empty cache, at its smallest."""
         whole = (self.blocks_for(max_total),) * len(self.groups)
         needs = whole if self._at_once else self.full_need(max_total)
-        return all(need <= group.pool.usable for need, group in zip(needs, self.groups, strict=True))
+        return all(need <= most for need, most in zip(needs, self.least_usable, strict=True))
+
+    @property
+    def least_usable(self) -> Needs:
+        """Blocks that each group has at least, whatever models beside this one do."""
+        return tuple(self._least_blocks or group.pool.usable for group in self.groups)
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
@@ -183,7 +191,8 @@ class KVManager:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
         leaving: list[list[Blocks]] = [[] for _ in self.groups]
         for fence in self.fences:
-            leaving[fence.group].append(fence.blocks)
+            if not fence.level:
+                leaving[fence.group].append(fence.blocks)
         for ticket in self.tickets.open.values():
             if not ticket.incoming and not ticket.level:
                 for index, blocks in enumerate(ticket.blocks):
@@ -195,6 +204,67 @@ class KVManager:
             count = int(np.count_nonzero(group.pool.refs[blocks] == holders))
             least = count if least is None else min(least, count)
         return least or 0
+
+    # -- slabs: blocks that come from other models and go to them ------------------------------------------
+
+    def slabs(self) -> list[int]:
+        """Numbers of the slabs it has."""
+        refs = self.groups[0].pool.refs.reshape(-1, self.slab_blocks)
+        return [number for number in (refs[:, -1] != ABSENT).nonzero()[0].tolist() if number]
+
+    def gain(self, slab: int) -> None:
+        for group in self.groups:
+            group.pool.gain(self._blocks_of(slab))
+
+    def lose(self, slab: int) -> None:
+        """What is cached in a slab is forgotten, and its blocks leave. No row, fence or copy holds any of them."""
+        blocks = self._blocks_of(slab)
+        for group in self.groups:
+            group.device.forget(blocks)
+            group.pool.lose(blocks)
+
+    def spare_slabs(self) -> list[int]:
+        """Slabs of which nothing is held, those first whose cached blocks would be evicted first. As many as can go and
+        leave what is promised to rows."""
+        size = self.slab_blocks
+        held = [(group.pool.refs != 0).reshape(-1, size).any(1) for group in self.groups]
+        spare = np.flatnonzero(~np.logical_or.reduce(held))
+        room = min(group.free_for(None) for group in self.groups) // size
+        if not len(spare) or room <= 0:
+            return []
+        cost = np.zeros(len(held[0]), np.int64)
+        for pool in [group.pool for group in self.groups]:
+            waiting = np.fromiter(iter(pool.evictable), np.int64, len(pool.evictable))
+            np.add.at(cost, waiting // size, np.arange(1, len(waiting) + 1))
+        found: list[int] = spare[np.argsort(cost[spare], kind="stable")][:room].tolist()
+        return found
+
+    def can_lose(self, slab: int) -> bool:
+        """Whether nothing is held in a slab, and enough is left without it for what is promised to rows."""
+        blocks = self._blocks_of(slab)
+        return all(
+            not group.pool.refs[blocks].any() and group.pool.num_free - group.reserved >= len(blocks)
+            for group in self.groups
+        )
+
+    def holders_of(self, slab: int) -> tuple[list[int], bool]:
+        """Rows that hold blocks of a slab, and whether anything else does: a step or a copy under way."""
+        blocks = self._blocks_of(slab)
+        found: set[int] = set()
+        is_other = False
+        for group in self.groups:
+            inside = group.table // self.slab_blocks == slab
+            rows = inside.any(1).nonzero()[0]
+            found.update(row for row in rows.tolist() if np.isin(group.blocks_of(row), blocks).any())
+            others = [fence.blocks for fence in self.fences if fence.group == group.index]
+            others += [
+                ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level
+            ]
+            is_other = is_other or any(np.isin(each, blocks).any() for each in others)
+        return sorted(found), is_other
+
+    def _blocks_of(self, slab: int) -> Blocks:
+        return np.arange(slab * self.slab_blocks, (slab + 1) * self.slab_blocks)
 
     # -- prefixes ------------------------------------------------------------------------------------------
 
@@ -264,9 +334,8 @@ class KVManager:
                     self.num_fresh += len(entered)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """An earlier run has left prefixes in these places of the disk."""
-        if len(places):
-            self.levels[2][0].restore(places, keys, uses)
+        """Earlier runs, or other servers, have left prefixes on the disk; without places, wherever there is room."""
+        self.levels[2][0].restore(places, keys, uses)
 
     def learned(self) -> tuple[tuple[float, ...], ...]:
         """What eviction has learned, by level, of the first group."""
@@ -316,9 +385,14 @@ class KVManager:
             for part in level:
                 part.forget(np.array(list(part.cache.entries()), np.int64))
         if below:
-            for ticket in self.tickets.open.values():
-                if ticket.keys is not None:
-                    ticket.keys = tuple(() for _ in self.groups)
+            self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """What is under way between levels cannot be hit when it arrives, so that no request waits for it."""
+        for ticket in self.tickets.open.values():
+            if ticket.keys is not None:
+                ticket.keys = tuple(() for _ in self.groups)
+        self.fetching.clear()
 
     # -- growing -------------------------------------------------------------------------------------------
 
@@ -507,17 +581,16 @@ class KVManager:
         return any(ticket.owner == owner and ticket.keys is None for ticket in tickets)
 
     def complete_ticket(self, number: int, *, failed: bool = False) -> Ticket | None:
-        """A copy has completed, or will not; late word of an unknown ticket is ignored."""
+        """A copy has completed, or will not; late word of an unknown ticket is ignored. `settle` follows."""
         ticket = self.tickets.open.pop(number, None)
         if ticket is None:
             return None
         if ticket.keys is not None:
             self._arrive(ticket, failed)
-        for part, blocks in zip(self.levels[ticket.level], ticket.blocks, strict=True):
-            part.give_back(blocks)
-        if ticket.free_places:
-            for part, places in zip(self.levels[ticket.level + 1], ticket.places, strict=True):
-                part.give_back(places)
+        for group in range(len(self.groups)):
+            self._give_back(group, ticket.blocks[group], 0, ticket.level)
+            if ticket.free_places:
+                self._give_back(group, ticket.places[group], 0, ticket.level + 1)
         return ticket
 
     def _arrive(self, ticket: Ticket, failed: bool) -> None:
@@ -553,31 +626,30 @@ class KVManager:
         """Set free, in one sweep, every block whose fence has been passed."""
         if not self.fences:
             return
-        due: list[list[Blocks]] = [[] for _ in self.groups]
+        due: dict[Level, list[Blocks]] = {}
         waiting = []
         for fence in self.fences:
             if fence.seq <= self.completed:
-                due[fence.group].append(fence.blocks)
+                due.setdefault(self.levels[fence.level][fence.group], []).append(fence.blocks)
             else:
                 waiting.append(fence)
         self.fences = waiting
-        for group, blocks in zip(self.groups, due, strict=True):
-            if blocks:
-                group.pool.release(np.concatenate(blocks))
+        for part, blocks in due.items():
+            part.give_back(np.concatenate(blocks))
 
     def abandon(self) -> None:
         """No step is under way any more and no copy will complete: settle every fence and ticket."""
         self.completed = self.submitted + 1  # copies planned for the next step will not happen either
         self.settle()
         self.completed = self.submitted
-        for number, ticket in list(self.tickets.open.items()):
-            ticket.keys = None if ticket.keys is None else tuple(() for _ in self.groups)
+        self._forget_copies()
+        for number in list(self.tickets.open):
             self.complete_ticket(number)
-        self.fetching.clear()
+        self.settle()
 
-    def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
+    def _give_back(self, group: int, blocks: Blocks, seq: int, level: int = 0) -> None:
         if len(blocks):
-            self.fences.append(Fence(seq, group, blocks))
+            self.fences.append(Fence(seq, group, blocks, level))
 
 
 def _make_group(
@@ -590,6 +662,8 @@ def _make_group(
 ) -> LayerGroup:
     num_blocks = spec.num_blocks or config.num_blocks
     device = Level(num_blocks, order=make_order(config, num_blocks, time), make_pool=make_pool)
+    if config.slab_blocks:  # all of them come later
+        device.pool.lose(np.arange(1, num_blocks))
     group = LayerGroup(index, device, shape)
     group.window = spec.window
     return group

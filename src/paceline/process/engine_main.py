@@ -24,10 +24,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from paceline.config.models import ModelShare
 from paceline.config.process import ProcessConfig
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import PacelineError
-from paceline.factory import LoadedModel, LoadProgress, load_model
+from paceline.factory import LoadedModel, LoadProgress, load_model, share_memory, slab_market
+from paceline.kv.slabs import SlabMarket
 from paceline.models.spec import model_work
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
@@ -57,8 +59,8 @@ def main() -> int:
 def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
     try:
         with loading_beats(channel, configure.heartbeat_s, logs) as note:
-            models, infos = _load(configure, note)
-            conductor = _conductor(configure, models, infos)
+            models, infos, market = _load(configure, note)
+            conductor = _conductor(configure, models, infos, market)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
@@ -69,46 +71,63 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     for number, info in enumerate(infos):
         _send(channel, frames.Ready(info), number)
-    code = EngineService(models, conductor, channel, configure, logs).run()
+    code = EngineService(models, conductor, market, channel, configure, logs).run()
     for loaded in models:
         with suppress(Exception):  # every request has been answered; what is left is the rest of a log
             loaded.engine.close()
     return code
 
 
-def _load(configure: frames.Configure, note: LoadProgress) -> tuple[list[LoadedModel], list[EngineInfo]]:
-    """All models, one after the other."""
+def _load(
+    configure: frames.Configure, note: LoadProgress
+) -> tuple[list[LoadedModel], list[EngineInfo], SlabMarket | None]:
+    """All models, one after the other, and what shares their memory out."""
     entries = [(configure.model, configure.given, configure.share)]
     entries += [(each.model, each.given, each.share) for each in configure.further]
     models, infos = [], []
-    for model, given, share in entries:
+    memory = share_memory(entries, configure.memory_bytes)
+    for (model, given, share), shared in zip(entries, memory, strict=True):
         started_s = time.monotonic()
-        tell = (
-            partial(_note_named, note, share.name or Path(model.model or "").name)
-            if configure.further
-            else note
-        )
-        loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell)
+        name = share.name or Path(model.model or "").name
+        tell = partial(_note_named, note, name) if configure.further else note
+        try:
+            loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell, shared=shared)
+        except PacelineError as error:
+            if configure.further:  # which of them
+                error.args = (f"{name}: {error}", *error.args[1:])
+            raise
         models.append(loaded)
         infos.append(_info(loaded, time.monotonic() - started_s))
-    return models, infos
+    return models, infos, slab_market(models, _shares(configure), memory)
+
+
+def _shares(configure: frames.Configure) -> list[ModelShare]:
+    return [configure.share, *(each.share for each in configure.further)]
 
 
 def _conductor(
-    configure: frames.Configure, models: Sequence[LoadedModel], infos: Sequence[EngineInfo]
+    configure: frames.Configure,
+    models: Sequence[LoadedModel],
+    infos: Sequence[EngineInfo],
+    market: SlabMarket | None,
 ) -> Conductor:
     """The models' shares. Raises ConfigError where they cannot take turns in the memory there is."""
-    shares = [configure.share, *(each.share for each in configure.further)]
+    memory = configure.memory_bytes
+    needs = [Needs(awake=info.weight_bytes + info.kv_bytes, kept=info.weight_bytes) for info in infos]
+    if market is not None:  # in slabs; weights of a sleeper are on the host
+        slab_bytes = market.slab_bytes
+        memory = (market.num_slabs - 1) * slab_bytes
+        needs = [Needs(awake=(len(each.home) + each.floor) * slab_bytes) for each in market.owners]
     seats = [
         Seat(
             config=share,
-            needs=Needs(awake=info.weight_bytes + info.kv_bytes, kept=info.weight_bytes),
+            needs=need,
             can_sleep=loaded.sleeper is not None and not share.pinned,
             wakes_s=[0.0, 0.0, info.load_s],
         )
-        for share, loaded, info in zip(shares, models, infos, strict=True)
+        for share, loaded, info, need in zip(_shares(configure), models, infos, needs, strict=True)
     ]
-    conductor = Conductor(seats, configure.memory_bytes, time.monotonic())
+    conductor = Conductor(seats, memory, time.monotonic())
     conductor.begin()
     return conductor
 

@@ -36,6 +36,7 @@ from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
+from paceline.watch.snapshot import levels_below
 
 # Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
 #
@@ -181,6 +182,7 @@ class ModelService:
             draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
             cpu=self._cpu_work(),
             adapters=state.adapters.stats(),
+            below=levels_below(state),
             standing=self._seat.standing,
             sleep_level=self._seat.level,
             wakes=self.wakes,

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from paceline.core.plan import Runner
-from paceline.core.standing import Standing
+from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.conductor import Conductor, Order
+from paceline.engine.slab_trade import SlabTrade
 from paceline.errors import SleepRefused
 from paceline.factory import LoadedModel
+from paceline.kv.slabs import SlabMarket
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.frames import rejected_with
@@ -80,6 +82,9 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
+NO_SLEEP = (
+    "this model cannot sleep: on a GPU those alone, of experts, with adapters or --kv-disk-dir stay awake"
+)
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
 
@@ -106,6 +111,23 @@ class Waking(threading.Thread):
             self.error = error
 
 
+class Leaving(threading.Thread):
+    """Lets go of the memory of a model that sleeps, beside the steps of the others: it may be copied to the host."""
+
+    def __init__(self, service: ModelService, level: int) -> None:
+        super().__init__(name="paceline-leaving", daemon=True)
+        self._service, self._level = service, level
+        self.start()
+
+    def run(self) -> None:
+        assert self._service.sleeper is not None
+        try:
+            self._service.sleeper.let_go(self._level)
+        except Exception as error:  # no memory on the host: then they are read again
+            _logger.warning("weights are not kept in host memory: %s", _one_line(error))
+            self._service.sleeper.let_go(WEIGHTS_DROPPED)
+
+
 class EngineService:
     """Serves the models of one process over one channel."""
 
@@ -113,6 +135,7 @@ class EngineService:
         self,
         models: Sequence[LoadedModel],
         conductor: Conductor,
+        market: SlabMarket | None,
         channel: Channel,
         configure: frames.Configure,
         logs: LogQueue,
@@ -125,6 +148,8 @@ class EngineService:
             for index, (loaded, seat) in enumerate(zip(models, conductor.seats, strict=True))
         ]
         self._waking: dict[int, Waking] = {}
+        self._leaving: dict[int, Leaving] = {}
+        self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
         self._heartbeat_s = configure.heartbeat_s
         self._next_heartbeat_s = 0.0
         for loaded in models:
@@ -134,9 +159,16 @@ class EngineService:
     def run(self) -> int:
         """Serve until a Stop frame comes or the socket ends; returns the exit code of the process."""
         try:
-            for index, seat in enumerate(self._conductor.seats):
-                if seat.standing is Standing.ASLEEP:  # there is no room for all of them at the start
-                    self._put_to_sleep(Order(index, seat.level))
+            # There may not be room for all of them at the start.
+            seats = enumerate(self._conductor.seats)
+            sleepers = [index for index, seat in seats if seat.standing is Standing.ASLEEP]
+            for index in sleepers:
+                self._put_to_sleep(Order(index, self._conductor.seats[index].level))
+            if self._trade is not None:
+                for leaving in self._leaving.values():
+                    leaving.join()
+                self._rest_and_wake()
+                self._trade.begin()
             while not self._stopping:
                 self._turn()
             self._flush_and_close()
@@ -163,6 +195,8 @@ class EngineService:
             self._deliver()
         if self._waking or not self._conductor.is_settled:
             self._rest_and_wake()
+        if self._trade is not None:
+            self._trade.settle()
         self._step()
         now_s = time.monotonic()
         for model in self._models:
@@ -171,7 +205,7 @@ class EngineService:
 
     def _nap_s(self, now_s: float) -> float | None:
         naps = [nap_s for nap_s in (model.nap_s(now_s) for model in self._models) if nap_s is not None]
-        if self._waking:
+        if self._waking or self._leaving:
             naps.append(LOOK_S)
         return min(naps) if naps else None
 
@@ -256,7 +290,7 @@ class EngineService:
         if seat.config.pinned:
             raise SleepRefused("this model is pinned: it never sleeps")
         if model.sleeper is None or not seat.can_sleep:
-            raise SleepRefused("models on a GPU, with adapters or with --kv-disk-dir cannot sleep yet")
+            raise SleepRefused(NO_SLEEP)
         if seat.standing is Standing.WAKING:
             raise SleepRefused("this model is being woken; try again when it is awake")
         count = len(model.engine.scheduler.state.requests)
@@ -271,6 +305,10 @@ class EngineService:
             if not waking.is_alive():
                 del self._waking[number]
                 self._finish_waking(number, waking)
+        for number, leaving in list(self._leaving.items()):
+            if not leaving.is_alive() and self._trade is not None:
+                del self._leaving[number]
+                self._trade.slept(number)
         busy = [model.engine.has_requests for model in self._models]
         for order in self._conductor.orders(time.monotonic(), busy):
             if order.level:
@@ -285,13 +323,18 @@ class EngineService:
             model.engine.sleep()
             model.deliver_rest()
         level = max(order.level, self._conductor.seats[order.model].level)
-        model.sleeper.let_go(level)
+        if self._trade is None:
+            model.sleeper.let_go(level)
+        elif order.model not in self._leaving:
+            self._leaving[order.model] = Leaving(model, level)
         model.sleeps += 1
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
         _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
 
     def _begin_to_wake(self, number: int) -> None:
+        if number in self._leaving or (self._trade is not None and not self._trade.make_room(number)):
+            return  # it is ordered again
         self._conductor.waking(number)
         self._models[number].next_report_s = 0.0
         self._waking[number] = Waking(self._models[number])
@@ -313,6 +356,8 @@ class EngineService:
             _logger.info("the model %s is awake after %.3f s", self._name(number), seconds)
             return
         _logger.error("the model %s could not be woken: %s", self._name(number), _one_line(error))
+        if self._trade is not None:
+            self._trade.slept(number)
         self._conductor.wake_failed(number)  # the second time in a row, the other side ends its requests
 
     def _name(self, number: int) -> str:

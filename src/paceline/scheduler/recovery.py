@@ -86,6 +86,13 @@ def let_go(state: SchedulerState) -> None:
     state.leaves, state.joins = [], []
 
 
+def restart(state: SchedulerState, rows: list[int]) -> None:
+    """Memory that these rows hold goes to another model: they are computed again. No step is under way."""
+    for row in rows:
+        _restart(state, row, False, Rule.SLAB)
+    state.kv.settle()
+
+
 def _restart(state: SchedulerState, row: int, took_part: bool, rule: Rule = Rule.STEP_FAILED) -> None:
     rows = state.rows
     request = rows.requests[row]

@@ -40,7 +40,7 @@ from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownReque
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.recovery import full_plan, let_go, start_over
+from paceline.scheduler.recovery import full_plan, let_go, restart, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
@@ -57,6 +57,7 @@ class Scheduler:
         self.composer = Composer(state)
         self.forecaster = Forecaster(state)
         self._withheld = (0,) * len(state.kv.groups)
+        self._has_slept = False  # since the last plan
 
     # -- the two halves of a step --------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do now."""
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
+        if self._has_slept:
+            self._note_wake()
         self._note_withheld()
         self.state.accounting.settle()
         plan = self.composer.compose()
@@ -431,7 +434,8 @@ class Scheduler:
         uses: Sequence[int],
         learned: tuple[tuple[float, ...], ...] = (),
     ) -> None:
-        """Earlier runs have left prefixes on the disk, and have learned by level. Before anything is added."""
+        """Earlier runs have left prefixes on the disk, and have learned by level: before anything is added. Or, without
+        places, other servers have, at any time."""
         names = tuple([key.key for key in keys])
         self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses), learned=learned))
         self.state.kv.learn(learned)
@@ -502,6 +506,35 @@ class Scheduler:
         self._input(inputs.Sleep())
         let_go(self.state)
         self.composer.forget()
+        self._has_slept = True
+
+    def move_slab(self, number: int, *, gained: bool) -> bool:
+        """Blocks come from another model or go to it; for those that go, rows are preempted. False: a step or a copy
+        under way needs some of them."""
+        kv = self.state.kv
+        rows: list[int] = []
+        if not gained:
+            rows, is_moving = kv.holders_of(number)
+            if is_moving or (rows and self.state.flights):
+                return False
+        self._input(inputs.MoveSlab(number=number, gained=gained))
+        if gained:
+            kv.gain(number)
+        else:
+            restart(self.state, rows)
+            if not kv.can_lose(number):  # more is promised than would be left
+                restart(self.state, np.flatnonzero(self.state.rows.reserved).tolist())
+            kv.lose(number)
+        return True
+
+    def wanted_blocks(self) -> int:
+        """Blocks that rows and those waiting requests that could have one would take next, about."""
+        state = self.state
+        rows, waiting = state.rows, len(state.queue)
+        if not waiting:
+            return rows.num_live
+        could = min(waiting, state.most_rows - rows.num_live)
+        return rows.num_live + could * (state.kv.blocks_for(state.queue.num_tokens // waiting) + 1)
 
     def shrink(self) -> bool:
         """Memory ran out in a step: for a while half as many rows. False if there was one left only."""
@@ -517,6 +550,15 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
+    def _note_wake(self) -> None:
+        """The first plan since a sleep: requests that came meanwhile have waited for their model."""
+        self._has_slept = False
+        state = self.state
+        for request in state.waiting_in_order(len(state.queue)) if len(state.queue) else ():
+            if not request.preemptions:
+                waited_s = state.now_s - request.arrival_s
+                state.decide(DecisionKind.DEFER, request, Rule.ASLEEP, seconds=waited_s)
+
     def _too_late(self, request: Request) -> Rejection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""
         wanted = request.sampling
@@ -527,7 +569,7 @@ class Scheduler:
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
         kv = self.state.kv
-        usable = min(group.pool.usable for group in kv.groups)
+        usable = min(kv.least_usable)
         for request in requests:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1

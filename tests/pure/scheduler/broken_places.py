@@ -283,3 +283,23 @@ def a_row_that_dropped_offers_a_block(planned: PlannedState) -> None:
     group = planned.bench.state.kv.groups[0]
     row = planned.bench.request(RequestId(1)).row
     group.pool.cached[group.table[row, int(group.held[row]) - 1]] = True
+
+
+def with_slabs() -> PlannedState:
+    """Slabs of four blocks, of which the second has gone to another model."""
+    bench = Bench(engine_config(num_blocks=24, slab_blocks=4, least_blocks=8, most_slabs=5, max_model_len=28))
+    for slab in (1, 3):
+        bench.engine.move_slab(slab, gained=True)
+    bench.add(prompt(9, 1), 4)
+    bench.step(1)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+@breaks("no_block_of_a_slab_that_left_is_held", with_slabs)
+def a_block_is_in_another_models_slab(planned: PlannedState) -> None:
+    group = planned.bench.scheduler.state.kv.groups[0]
+    held = int(group.table[0, 0])
+    group.table[0, 0], group.pool.refs[held] = 8, 0
+    group.pool._stack[group.pool._depth] = held
+    group.pool._depth += 1
+    group.pool.num_free += 1

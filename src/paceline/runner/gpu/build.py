@@ -20,23 +20,25 @@ import torch
 from torch import Tensor
 
 from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.models import SharedMemory
 from paceline.config.speculative import read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
 from paceline.models.files.records import FP8, INT4, INT8, KINDS, Record, record_of
-from paceline.models.files.stored import StoredTensor, check_finite
+from paceline.models.files.stored import StoredTensor, check_finite, num_parameters
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
+from paceline.runner.gpu.device_layers import fold_kv_scales
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
-from paceline.runner.gpu.kv_pools import device_block_bytes
+from paceline.runner.gpu.kv_pools import device_block_bytes, part_shape
 from paceline.runner.gpu.linears import (
     GroupedLinear,
     ScaledLinear,
@@ -46,6 +48,7 @@ from paceline.runner.gpu.linears import (
     packed_of,
     quantized,
 )
+from paceline.runner.gpu.slab_memory import Home, SlabMemory, choose_slab_bytes
 from paceline.runner.sizing import free_memory
 
 GIB = 1 << 30
@@ -80,10 +83,15 @@ def load_parts(
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
     quantization: str = "auto",
+    kv_dtype: torch.dtype | None = None,
+    home: Home | None = None,
 ) -> Parts:
-    """The decoder's parts with every matrix on the device."""
+    """The decoder's parts with every matrix on the device, in its `home` if it has one."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization), on_layer).parts
+        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        if kv_dtype == torch.float8_e4m3fn:
+            fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
+        return parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
@@ -99,33 +107,20 @@ def choose_gpu_sizes(
     dtype: torch.dtype,
     head: HeadFiles | None = None,
     adapters: AdapterRoom | None = None,
+    shared: SharedMemory | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `head` makes drafts; `adapters` have their own room."""
-    sizes = dict(given)
-    if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
-        raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
+    """`given` completed: every size the engine's config needs. `head` makes drafts; `adapters` have their own room;
+    `shared`: of several models."""
     free, total = torch.cuda.mem_get_info(device)
-    is_large = total >= LARGE_MEMORY
-    sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
-    sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
-    sizes.setdefault("depth", 1)
+    sizes = step_sizes(spec, given, total)
     per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype), len(further_layers(head)))
     longest = sizes.get("max_model_len", _longest(spec))
-    if longest > _longest(spec):
-        raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
-    if "num_blocks" not in sizes:
-        draws = sizes["max_num_seqs"]
-        if read_speculative_config(model.speculative_config) is not None:
-            draws = max(draws, DRAFT_BUCKETS[-1])
-        buffers = _buffer_bytes(spec, sizes, longest, draws, dtype)
-        if head is not None:
-            buffers += _head_bytes(head.spec, sizes, dtype)
-        if adapters is not None:
-            slots = sizes["max_num_seqs"]
-            buffers += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
+    if shared is not None:
+        sizes = shared.sizes(sizes, per_block, longest, model.kv_cache_memory_bytes)
+        longest = sizes["max_model_len"]
+    elif "num_blocks" not in sizes:
+        buffers = buffer_bytes(model, spec, sizes, dtype, head, adapters)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
-        if model.kv_memory_part < 1 and model.kv_cache_memory_bytes is None:
-            raise ConfigError("several models on one GPU need kv_cache_memory_bytes for each of them")
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
             taken, options = (
@@ -149,6 +144,80 @@ def choose_gpu_sizes(
         )
     sizes["max_model_len"] = longest
     return sizes
+
+
+def step_sizes(spec: ModelSpec, given: Mapping[str, Any], total: int) -> dict[str, Any]:
+    """`given` with the sizes of steps; `total`: bytes of the GPU."""
+    sizes = dict(given)
+    if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
+        raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
+    is_large = total >= LARGE_MEMORY
+    sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
+    sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
+    sizes.setdefault("depth", 1)
+    longest = sizes.get("max_model_len", 0)
+    if longest > _longest(spec):
+        raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
+    return sizes
+
+
+def buffer_bytes(
+    model: ModelConfig,
+    spec: ModelSpec,
+    sizes: Mapping[str, Any],
+    dtype: torch.dtype,
+    head: HeadFiles | None,
+    adapters: AdapterRoom | None,
+) -> int:
+    """What a model needs beside weights and KV: its step and rows, a head, adapters."""
+    draws = sizes["max_num_seqs"]
+    if read_speculative_config(model.speculative_config) is not None:
+        draws = max(draws, DRAFT_BUCKETS[-1])
+    found = _buffer_bytes(spec, sizes, sizes.get("max_model_len", _longest(spec)), draws, dtype)
+    if head is not None:
+        found += _head_bytes(head.spec, sizes, dtype)
+    if adapters is not None:
+        slots = sizes["max_num_seqs"]
+        found += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
+    return found
+
+
+def share_memory(
+    models: Sequence[tuple[ModelConfig, Mapping[str, Any], Checkpoint]],
+    memory_bytes: int | None,
+    device: torch.device,
+) -> tuple[SlabMemory, int]:
+    """The memory of several models, and how many of its slabs are for KV, about: the weights take the others.
+    `memory_bytes`: of weights and KV; None: what the GPU has beside the steps of all models."""
+    free, total = torch.cuda.mem_get_info(device)
+    shapes, weights, left = [], 0, free
+    for model, given, checkpoint in models:
+        spec, dtype = checkpoint.spec, choose_dtype(model, checkpoint)
+        sizes = step_sizes(spec, given, total)
+        drafts = read_speculative_config(model.speculative_config)
+        if drafts is not None and drafts.model:
+            raise ConfigError("a model beside others on a GPU makes no drafts with a head: leave it out")
+        shapes.append(part_shape(spec, choose_kv_dtype(model, dtype)))
+        weights += num_parameters(spec) * _BITS.get(model.quantization, 8 * dtype.itemsize) // 8
+        room = AdapterRoom.of(model, given.get("max_loras", 0))
+        left -= buffer_bytes(model, spec, sizes, dtype, None, room) + RESERVE
+    utilization = min(model.gpu_memory_utilization for model, _, _ in models)
+    usable = memory_bytes or left - int(total * (1 - utilization))
+    slab_bytes = choose_slab_bytes(shapes)
+    num_slabs = usable // slab_bytes
+    kv_slabs = num_slabs - 1 - len(models) - weights // slab_bytes
+    if kv_slabs < len(models):
+        raise ConfigError(
+            f"{free / GIB:.1f} GiB of the GPU are free, {usable / GIB:.1f} of them for weights and KV of "
+            f"{len(models)} models, and the weights take {weights / GIB:.1f}: take fewer or smaller models, or lower "
+            "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+        )
+    try:
+        return SlabMemory(num_slabs, slab_bytes, device), kv_slabs
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"memory_bytes of the models is {usable / GIB:.1f} GiB, and {free / GIB:.1f} of the GPU are free"
+        ) from error
 
 
 def host_blocks(
@@ -228,14 +297,23 @@ _KEPT = ("embed_tokens.weight", "lm_head.weight")
 _QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 BLOCK_GROUPS = (128, 64, 32)  # inputs that share a scale in products of e4m3
 _FILES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
+_BITS = {"fp8": 8, "int8": 8, "int4": 5}  # of a weight, about
 
 
 class DeviceStorage:
     """Every matrix on `device` as `dtype`, or quantised there. A matrix that serves as embedding and as output is kept
     once, and never quantised."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str = "auto",
+        home: Home | None = None,
+    ) -> None:
+        """`home`: where matrices are to lie; None: anywhere."""
         self._device, self._dtype = device, dtype
+        self._home = home
         self._quantization = quantization
         self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
@@ -243,6 +321,10 @@ class DeviceStorage:
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         if len(weights) == 1 and weights[0].name in self._tables:
             return DenseLinear(self._tables[weights[0].name])
+        made = self._linear(weights, bias)
+        return made if self._home is None else self._home.place(made)
+
+    def _linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         bias = None if bias is None else bias.to(self._device, self._dtype)
         kept = self._kept(weights)
         if isinstance(kept, ScaledWeight):
@@ -252,7 +334,8 @@ class DeviceStorage:
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
-        if name.endswith(_KEPT) or (self._is_expert(weights) and self._quantization != "fp8"):
+        fits = fits_four_bits if self._quantization == "int4" else fits_eight_bits
+        if name.endswith(_KEPT) or (".experts." in name and not fits(*matrix.shape)):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
             return GroupedLinear(self._four_bits(matrix, name), bias)
@@ -262,17 +345,17 @@ class DeviceStorage:
 
     def embedding(self, weight: StoredTensor) -> Linear:
         # Only its table is used: `forward` picks rows of it.
-        return DenseLinear(self._tables.setdefault(weight.name, self._moved(weight)))
+        if weight.name not in self._tables:
+            made = DenseLinear(self._moved(weight))
+            if self._home is not None:
+                self._home.place(made)
+            self._tables[weight.name] = made.weight
+        return DenseLinear(self._tables[weight.name])
 
     def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
         """Matrices as the file has them; None for those that no product takes, which are unpacked."""
         kinds = {weight.dtype for weight in weights}
-        if (
-            self._quantization == "none"
-            or len(kinds) > 1
-            or not kinds <= set(KINDS)
-            or self._is_expert(weights)
-        ):
+        if self._quantization == "none" or len(kinds) > 1 or not kinds <= set(KINDS):
             return None
         records = [record_of(weight) for weight in weights]
         if kinds == {INT4}:
@@ -303,14 +386,10 @@ class DeviceStorage:
         )
         return packed_of(numbers, scale, offset, self._dtype)
 
-    @staticmethod
-    def _is_expert(weights: Sequence[StoredTensor]) -> bool:
-        return ".experts." in weights[0].name
-
     def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
         self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")
         made = packed(matrix, self._dtype)
-        self._check_finite(made.scale, name)
+        self._check_finite(made.pairs, name)
         return made
 
     def _check_fit(self, fits: bool, matrix: Tensor, name: str, steps: str) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values on the device: one tensor per group of layers, whose parts are the pools of these layers.
+"""Keys and values on the device: one piece of memory, whose parts are the pools of the layers (`slab_memory`).
 
 A pool is [blocks, kv heads, block size, head_dim]; copies between blocks are plain torch operations in the stream of
 the steps. They move bytes and need not know what type is stored. What lies in a block beyond its row's tokens is never
@@ -7,8 +7,11 @@ read, so nothing is wiped.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +19,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import KVConfig
-from paceline.core.plan import EMPTY, BlockCopies, Swaps
+from paceline.core.plan import EMPTY, BlockCopies, StepPlan, Swaps
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
+from paceline.runner.gpu.slab_memory import PartShape, SlabMemory
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> int:
     """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`. `num_further`: layers of
     a head, which are as large."""
-    layers = spec.num_layers + num_further
-    return layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return part_shape(spec, dtype, num_further).block_bytes
+
+
+def part_shape(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> PartShape:
+    return PartShape(2 * (spec.num_layers + num_further), spec.num_kv_heads, spec.head_dim, dtype)
+
+
+_BLOCKS_OF_A_PLAN = (
+    ("new_blocks", ("block",)),
+    ("block_copies", ("source", "target")),
+    ("swap_out", ("block",)),
+    ("swap_in", ("block",)),
+)
 
 
 class KVPools:
@@ -40,23 +55,57 @@ class KVPools:
         tables: Sequence[Tensor],
         dtype: torch.dtype,
         further: Sequence[FurtherLayer] = (),
+        memory: SlabMemory | None = None,
     ) -> None:
-        """`further`: layers of a head, with keys as large as the model's."""
+        """`further`: layers of a head, with keys as large as the model's. `memory`: what models share; None: one slab
+        holds all blocks of this one."""
         further_groups = [layer.group(spec.group_windows) for layer in further]
         groups = (*spec.layer_groups, *further_groups)
         assert config.block_size == BLOCK_SIZE, f"kernels are made for blocks of {BLOCK_SIZE} tokens"
-        device, block = tables[0].device, (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        pools: list[Tensor] = []
-        for index, group in enumerate(config.groups):
-            shape = (2 * groups.count(index), group.num_blocks or config.num_blocks, *block)
-            pools.append(torch.zeros(shape, dtype=dtype, device=device))
-        parts = [iter(pool.unbind()) for pool in pools]
+        shape = part_shape(spec, dtype, len(further))
+        parts = [2 * groups.count(index) for index in range(len(config.groups))]
+        if memory is None:
+            counts = [group.num_blocks or config.num_blocks for group in config.groups]
+            size = sum(part * count for part, count in zip(parts, counts, strict=True)) * shape.num_bytes
+            memory = SlabMemory(1, size, tables[0].device)
+        else:
+            counts = [config.slab_blocks] * len(parts)
+        self._slab_blocks = config.slab_blocks
+        self._slab_units = memory.slab_bytes // shape.num_bytes
+        numbers = memory.bytes.view(dtype).view(-1, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        words = memory.bytes.view(torch.int64)
+        # Per group every block with its keys and values in all layers, in words: [units, parts, words].
+        self.blocks: list[Tensor] = []
+        pools: list[Iterator[Tensor]] = []
+        first = 0  # unit at which the parts of a group begin
+        for count, count_parts in zip(counts, parts, strict=True):
+            units = (memory.num_slabs - 1) * self._slab_units + count
+            starts = [first + part * count for part in range(count_parts)]
+            pools.append(iter([numbers[start : start + units] for start in starts]))
+            per_part = shape.num_bytes // 8
+            strides = (per_part, count * per_part, 1)
+            self.blocks.append(words.as_strided((units, count_parts, per_part), strides, first * per_part))
+            first += count_parts * count
         self.layers = [
-            PagedKV(keys=next(parts[group]), values=next(parts[group]), block_table=tables[group])
+            PagedKV(keys=next(pools[group]), values=next(pools[group]), block_table=tables[group])
             for group in groups
         ]
-        # Per group every block with its keys and values in all layers, in words: [blocks, 2 * layers, words ...].
-        self.blocks = [pool.view(torch.int64).transpose(0, 1) for pool in pools]
+
+    def in_units(self, plan: StepPlan) -> StepPlan:
+        """A plan with the units of its blocks instead of their numbers (`slab_memory`)."""
+        if not self._slab_blocks:
+            return plan
+        changes: dict[str, Any] = {}
+        for name, columns in _BLOCKS_OF_A_PLAN:
+            found = getattr(plan, name)
+            if len(found.group):
+                units = {column: self._units(getattr(found, column)) for column in columns}
+                changes[name] = replace(found, **units)
+        return plan._replace(**changes)
+
+    def _units(self, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+        slab, within = np.divmod(blocks, self._slab_blocks)
+        return slab * self._slab_units + within
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
@@ -87,6 +136,9 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
 # way, not to be held up for long.
 STAGED_BYTES = 16 << 20
 FIRST_PLACES = 256  # pinned before an engine serves, and copied to see how long that takes
+# Blocks whose copies are given to the driver at a time. It takes a thousand launches; with the next one the step that
+# is being submitted would wait until one of them is done.
+MOST_QUEUED = 256
 
 
 class Lane:
@@ -100,20 +152,67 @@ class Lane:
             )
             for group in blocks
         ]
-        self.under_way: deque[tuple[NDArray[np.int32], Mark]] = deque()
+        self.waiting: deque[Swaps] = deque()  # a ticket each, for those under way to be done
+        self.under_way: deque[tuple[Swaps, Mark]] = deque()
+        self._num_queued = 0  # blocks of those under way
 
-    def completed(self, *, wait: bool) -> list[NDArray[np.int32]]:
-        """Tickets of the copies that are done, in their order; with `wait` at least those of one."""
-        done: list[NDArray[np.int32]] = []
+    @property
+    def num_open(self) -> int:
+        """Tickets that are waiting or under way."""
+        return len(self.waiting) + len(self.under_way)
+
+    def next(self) -> Swaps | None:
+        """The ticket whose copies are queued next, if they may be by now."""
+        if not self.waiting or (
+            self.under_way and self._num_queued + len(self.waiting[0].block) > MOST_QUEUED
+        ):
+            return None
+        return self.waiting.popleft()
+
+    def queued(self, swaps: Swaps) -> None:
+        self.under_way.append((swaps, self.queue.mark()))
+        self._num_queued += len(swaps.block)
+
+    def completed(self, *, wait: bool) -> list[int]:
+        """Tickets of the copies that are done, in their order; with `wait` at least one."""
+        done: list[int] = []
         while self.under_way:
-            tickets, mark = self.under_way[0]
+            swaps, mark = self.under_way[0]
             if wait and not done:
                 mark.wait()
             elif not mark.is_reached():
                 break
-            done.append(tickets)
+            done.append(int(swaps.ticket[0]))
+            self._num_queued -= len(swaps.block)
             self.under_way.popleft()
         return done
+
+    def forget(self) -> None:
+        self.waiting.clear()
+        self.under_way.clear()
+        self._num_queued = 0
+
+
+class BlockParts:
+    """A pool as a table whose rows are the parts of blocks: the keys or values of one layer.
+
+    torch makes of a copy to blocks, whose parts lie apart, one for each two gigabytes that it spans; of rows it is one.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        """`blocks`: [blocks, parts of a block, words ...], the words of a part behind one another."""
+        self.words = math.prod(blocks.shape[2:])
+        (self._block, block_gap), (part, part_gap) = (
+            divmod(step, self.words) for step in blocks.stride()[:2]
+        )
+        assert not block_gap and not part_gap, "parts lie apart by whole parts"
+        rows = (blocks.shape[0] - 1) * self._block + (blocks.shape[1] - 1) * part + 1
+        self.flat = blocks.as_strided((rows, self.words), (self.words, 1))
+        self._parts = torch.arange(blocks.shape[1], device=blocks.device) * part
+
+    def rows(self, blocks: Sequence[int]) -> Tensor:
+        """The rows of each of `blocks`: [blocks, parts]."""
+        return on_device(blocks, self.flat)[:, None] * self._block + self._parts
 
 
 class SwapPool:
@@ -123,24 +222,28 @@ class SwapPool:
         """`blocks`: per group [blocks, parts of a block ...]. Nothing is taken where there are no places."""
         self._steps = steps
         self._blocks = list(blocks) if num_places else []
+        self._parts = [BlockParts(group) for group in self._blocks]
         self.places = HostPlaces(self._blocks, num_places, pin=steps.is_gpu)
         self.places.pin(FIRST_PLACES)
         self._out, self._back = (Lane(self._blocks, num_places, steps) for _ in range(2))
         self._failed: list[NDArray[np.int32]] = []
 
     def swap(self, out: Swaps, back: Swaps) -> None:
-        """Queue the swaps of a plan. Those whose places are not pinned yet fail."""
+        """Take in the swaps of a plan, and queue those whose turn it is. Where places are not pinned yet, they fail."""
         if len(out.ticket):
-            out = self._pinned(out)
-        for swaps, lane, move in ((out, self._out, self._move_out), (back, self._back, self._move_back)):
-            if not len(swaps.ticket):
+            self._out.waiting += _tickets(self._pinned(out))
+        if len(back.ticket):
+            self._back.waiting += _tickets(back)
+        for lane, move in ((self._out, self._move_out), (self._back, self._move_back)):
+            if not lane.waiting:
                 continue
             lane.queue.follow(self._steps)
             with lane.queue.entered():
-                for group in np.unique(swaps.group).tolist():
-                    mine = swaps.group == group
-                    move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
-            lane.under_way.append((np.unique(swaps.ticket), lane.queue.mark()))
+                while (swaps := lane.next()) is not None:
+                    for group in np.unique(swaps.group).tolist():
+                        mine = swaps.group == group
+                        move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
+                    lane.queued(swaps)
 
     def _pinned(self, out: Swaps) -> Swaps:
         """Those of the swaps of whose tickets all places are pinned."""
@@ -148,17 +251,14 @@ class SwapPool:
         if not len(late):
             return out
         self._failed.append(late)
-        kept = ~np.isin(out.ticket, late)
-        return Swaps(
-            ticket=out.ticket[kept], group=out.group[kept], block=out.block[kept], place=out.place[kept]
-        )
+        return _of(out, ~np.isin(out.ticket, late))
 
     def completed(self, *, wait: bool) -> NDArray[np.int32]:
         """Tickets of the swaps that are done; with `wait` at least one of them, if any is under way: one that comes
         back, for which a row waits, before one that goes."""
         done = self._back.completed(wait=wait)
         done += self._out.completed(wait=wait and not done)
-        return np.concatenate(done) if done else EMPTY
+        return np.array(done, np.int32) if done else EMPTY
 
     def take_failed(self) -> NDArray[np.int32]:
         """Tickets of the swaps that will not be done, once."""
@@ -168,7 +268,7 @@ class SwapPool:
     def forget(self) -> None:
         """The device has been drained; swaps that were under way are dropped."""
         for lane in (self._out, self._back):
-            lane.under_way.clear()
+            lane.forget()
         self._failed.clear()
 
     def copy_out_and_back(self, count: int) -> None:
@@ -184,20 +284,20 @@ class SwapPool:
         self._back.queue.mark().wait()
 
     def _move_out(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._out.staged[group], self.places.tensors[group]
-        for start, taken in _pieces(on_device(blocks, staged), len(staged)):
+        staged, host, parts = self._out.staged[group], self.places.tensors[group], self._parts[group]
+        for start, taken in _pieces(parts.rows(blocks), len(staged)):
             part = staged[: len(taken)]
-            torch.index_select(self._blocks[group], 0, taken, out=part)
+            torch.index_select(parts.flat, 0, taken.view(-1), out=part.view(-1, parts.words))
             for first, place, count in self._runs(places[start : start + len(staged)]):
                 host[place : place + count].copy_(part[first : first + count], non_blocking=True)
 
     def _move_back(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._back.staged[group], self.places.tensors[group]
-        for start, given in _pieces(on_device(blocks, staged), len(staged)):
+        staged, host, parts = self._back.staged[group], self.places.tensors[group], self._parts[group]
+        for start, given in _pieces(parts.rows(blocks), len(staged)):
             part = staged[: len(given)]
             for first, place, count in self._runs(places[start : start + len(staged)]):
                 part[first : first + count].copy_(host[place : place + count], non_blocking=True)
-            self._blocks[group].index_copy_(0, given, part)
+            parts.flat.index_copy_(0, given.view(-1), part.view(-1, parts.words))
 
     def _runs(self, places: list[int]) -> list[tuple[int, int, int]]:
         """Places that lie behind one another and were pinned together, as (index of the first, its place, how many):
@@ -212,8 +312,20 @@ class SwapPool:
         return found
 
 
+def _tickets(swaps: Swaps) -> list[Swaps]:
+    """Those of each ticket."""
+    tickets = np.unique(swaps.ticket)
+    return [swaps] if len(tickets) == 1 else [_of(swaps, swaps.ticket == ticket) for ticket in tickets]
+
+
+def _of(swaps: Swaps, mine: NDArray[np.bool_]) -> Swaps:
+    return Swaps(
+        ticket=swaps.ticket[mine], group=swaps.group[mine], block=swaps.block[mine], place=swaps.place[mine]
+    )
+
+
 def _pieces(numbers: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Parts of at most `length` numbers, each with the index of its first."""
+    """At most `length` entries each, with the index of the first."""
     for start in range(0, len(numbers), length):
         yield start, numbers[start : start + length]
 

@@ -61,6 +61,7 @@ from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_i
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.logprob_reports import AskedLogprobs, reports_of_prompts
 from paceline.runner.gpu.pending import DraftedPending, GPUPending
+from paceline.runner.gpu.slab_memory import SlabMemory
 from paceline.runner.gpu.token_sampling import DeviceSampler
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
@@ -85,12 +86,13 @@ class GPURunner:
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
         head: HeadFiles | None = None,  # makes drafts
         adapter_room: AdapterRoom | None = None,  # None: rows have no adapters
+        memory: SlabMemory | None = None,  # that models share; None: it has its own
     ) -> None:
         self._config = config
         self.max_slots = max_slots = config.scheduler.max_num_seqs
         self._queue = DeviceQueue(device)
         self._rows = HostRows(config, device)
-        memory = self._rows.memory
+        rows = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         drafts = config.scheduler.drafts
         max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
@@ -105,7 +107,7 @@ class GPURunner:
             taps=() if head is None else head.spec.taps,
         )
         stored = kv_dtype or self._decoder.dtype
-        self._pools = KVPools(spec, config.kv, memory.tables, stored, further_layers(head))
+        self._pools = KVPools(spec, config.kv, rows.tables, stored, further_layers(head), memory)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -113,27 +115,27 @@ class GPURunner:
             rotation_tables(spec, config.scheduler.max_model_len + 1, device),
             max_tokens=max_tokens,
             max_slots=max_slots,
-            max_spans=memory.num_rows,
+            max_spans=rows.num_rows,
             dtype=self._decoder.dtype,
             most_queries=1 if drafts is None else queries_of(drafts.width),
         )
         self.adapters: DeviceAdapters | None = None
         if adapter_room is not None:
             self.adapters = DeviceAdapters(
-                adapter_room, spec, memory, self._queue, max_tokens, self._decoder.dtype
+                adapter_room, spec, rows, self._queue, max_tokens, self._decoder.dtype
             )
-        self._sampler = DeviceSampler(memory, spec.vocab_size, eos_token_ids, self._queue, max_draws)
+        self._sampler = DeviceSampler(rows, spec.vocab_size, eos_token_ids, self._queue, max_draws)
         self._drafts: DeviceDrafts | None = None
         self._head: DeviceHead | None = None
         if drafts is not None:
             if head is not None:
-                site = HeadSite(self._decoder, self._pools, memory, max_tokens)
+                site = HeadSite(self._decoder, self._pools, rows, max_tokens)
                 self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
                 self._rows.lends = False  # it has to see the tokens before
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
-            self._drafts = DeviceDrafts(drafts, memory, device=device, head=self._head, **sizes)
-        self._tokens = allocate_step_tokens(max_tokens, len(memory.tables), device)
-        self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=device)
+            self._drafts = DeviceDrafts(drafts, rows, device=device, head=self._head, **sizes)
+        self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device)
+        self._visible = torch.zeros(rows.num_rows + 1, dtype=torch.int32, device=device)
         self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
@@ -291,13 +293,14 @@ class GPURunner:
         self._next_seq = full.seq + 1
         self._rows.clear()
         with self._queue.entered():
-            self._apply(full)
+            self._apply(self._pools.in_units(full))
             self._rows.memory.send()
 
     def submit(self, plan: StepPlan) -> GPUPending | DraftedPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._next_seq += 1
         started_s = time.perf_counter()
+        plan = self._pools.in_units(plan)
         with self._queue.entered():
             self._apply(plan)
             self._swap_pool.swap(plan.swap_out, plan.swap_in)

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.config.engine import MOST_STEPS_AHEAD
 from paceline.core.request import RequestState
-from paceline.kv.block_pool import NULL_BLOCK
+from paceline.kv.block_pool import ABSENT, NULL_BLOCK
 from paceline.scheduler.invariants.half_steps import Frames, first_true, in_time
 from paceline.scheduler.invariants.registry import (
     BLOCKS,
@@ -25,7 +25,7 @@ _MAY_HAVE_A_ROW = (RequestState.RUNNING, RequestState.BLOCKED)
 @sweep("S1", moment=BLOCKS)
 def every_block_is_free_or_live(frames: Frames) -> Findings:
     for group in frames.groups:
-        live = np.add.reduce(group.refs > 0, axis=1, dtype=np.int64)
+        live = np.add.reduce(group.refs != 0, axis=1, dtype=np.int64)  # or with another model
         free = np.array([picture.num_free for picture in group.pictures])
         wrong = first_true(free + live != group.num_blocks)
         if wrong is not None:
@@ -68,12 +68,28 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
             begin = np.repeat(np.array(at) * group.num_blocks, [len(blocks) for blocks in others])
             np.add.at(too_many.reshape(-1), np.concatenate(others) + begin, 1)
         too_many[:, NULL_BLOCK] = group.refs[:, NULL_BLOCK] != 1  # whatever holds it
+        too_many[group.refs == ABSENT] = 0  # M2
         wrong = first_true(too_many)
         if wrong is not None:
             picture, block = group.at(wrong)
             refs = int(group.refs[picture, block])
             says = f"has {refs} references, {refs + int(too_many[picture, block])} holders"
             yield int(frames.step_of[picture]), f"group {index}: block {block} {says}"
+
+
+@sweep("M2", moment=BLOCKS)
+def no_block_of_a_slab_that_left_is_held(frames: Frames) -> Findings:
+    for group in frames.groups:
+        is_absent = group.refs == ABSENT
+        if not np.count_nonzero(is_absent):
+            continue
+        wrong = first_true(is_absent & ((group.holders > 0) | group.cached))
+        if wrong is not None:
+            picture, block = group.at(wrong)
+            yield (
+                int(frames.step_of[picture]),
+                f"block {block} belongs to another model and is in a table here, or cached",
+            )
 
 
 @sweep("S5", moment=BLOCKS)

@@ -1,0 +1,124 @@
+"""Which model has which part of the memory that models share: slabs, and what becomes of them.
+
+One allocation is cut into slabs of one size. A slab belongs to the KV of one model, or is a part of the home of one
+whose weights lie there, or is free. Slabs change owners between steps, without a driver call. Slab 0 is never given: it
+takes writes that are never read, of every model. Numbers only: knows no memory, engine or time
+(docs/decisions/0052-slabs.md).
+
+    slab        0     1     2     3     4     5     6     7
+    owner     null | home of a | KV a  KV b | home of b | free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+NULL_SLAB = 0
+FREE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A model as the market knows it: how many slabs its KV has at least while it is awake, and at most."""
+
+    name: str
+    share: float = 1.0  # of what is there beside the floors
+    floor: int = 1
+    ceiling: int
+    home: range = range(0)  # where its weights are while it is awake
+
+
+class SlabMarket:
+    """Who has what. All methods speak of owners by number."""
+
+    def __init__(self, num_slabs: int, owners: Sequence[Owner], slab_bytes: int = 1) -> None:
+        self.num_slabs, self.slab_bytes = num_slabs, slab_bytes
+        self.owners = tuple(owners)
+        self._kv_of = [FREE] * num_slabs  # the owner that has a slab for KV
+        self._home_of = [FREE] * num_slabs  # the owner whose home it is
+        for number, owner in enumerate(self.owners):
+            for slab in owner.home:
+                assert self._home_of[slab] == FREE and slab != NULL_SLAB, "homes do not overlap"
+                self._home_of[slab] = number
+        self._is_home = [True] * len(self.owners)  # weights are where they belong
+        self._free: list[int] | None = None  # as `free` found them last
+
+    def slabs(self, owner: int) -> list[int]:
+        """Those its KV has."""
+        return [slab for slab, found in enumerate(self._kv_of) if found == owner]
+
+    def owner(self, slab: int) -> int:
+        """The owner of a slab, for KV or for weights; FREE: none."""
+        if self._kv_of[slab] != FREE:
+            return self._kv_of[slab]
+        home = self._home_of[slab]
+        return home if home != FREE and self._is_home[home] else FREE
+
+    def free(self) -> list[int]:
+        """Free slabs, homes of sleepers last: they have to be given back."""
+        if self._free is None:
+            found = [slab for slab in range(1, self.num_slabs) if self.owner(slab) == FREE]
+            self._free = sorted(found, key=lambda slab: (self._home_of[slab] != FREE, slab))
+        return self._free
+
+    def take(self, owner: int, *, lent: bool = True) -> int | None:
+        """A free slab for its KV, unless it has all it may have. `lent`: one of a sleeper's home will do."""
+        if not self.may_take(owner):
+            return None
+        for slab in self.free():
+            if lent or self._home_of[slab] == FREE:
+                self._kv_of[slab], self._free = owner, None
+                return slab
+        return None
+
+    def may_take(self, owner: int) -> bool:
+        """Whether its KV may have one more."""
+        return self._kv_of.count(owner) < self.owners[owner].ceiling
+
+    def give(self, slab: int) -> None:
+        """The KV that had a slab has it no more."""
+        assert self._kv_of[slab] != FREE, "only what a model has can be given"
+        self._kv_of[slab], self._free = FREE, None
+
+    def above_floor(self, owner: int) -> int:
+        """Slabs its KV could lose."""
+        return self._kv_of.count(owner) - self.owners[owner].floor
+
+    def donors(self, owner: int, is_short: Callable[[int], bool]) -> list[int]:
+        """Owners that may give a slab for the KV of another: those furthest above their share first. One that is short
+        itself gives only what it has above its share, and only to one that is below its own."""
+        own_excess = self._excess(owner)
+        found = []
+        for other in range(len(self.owners)):
+            if other == owner or self.above_floor(other) <= 0:
+                continue
+            if not is_short(other) or (self._excess(other) >= 1 and own_excess < 0):
+                found.append(other)
+        return sorted(found, key=lambda other: -self._excess(other))
+
+    def _excess(self, owner: int) -> float:
+        """Slabs its KV has above its share of all those that KV has."""
+        total = sum(found != FREE for found in self._kv_of) + len(self.free())
+        parts = sum(self.owners[number].share for number in {*self.awake(), owner})
+        return self._kv_of.count(owner) - total * self.owners[owner].share / parts
+
+    def awake(self) -> list[int]:
+        """Owners whose weights are where they belong."""
+        return [number for number, is_home in enumerate(self._is_home) if is_home]
+
+    # -- homes ---------------------------------------------------------------------------------------------
+
+    def leave_home(self, owner: int) -> None:
+        """Its weights have gone: other models may use where they were. Its KV has nothing by then."""
+        assert owner not in self._kv_of, "a sleeper has no KV"
+        self._is_home[owner], self._free = False, None
+
+    def in_the_way(self, owner: int) -> list[int]:
+        """Slabs of its home that KV of others has."""
+        return [slab for slab in self.owners[owner].home if self._kv_of[slab] != FREE]
+
+    def come_home(self, owner: int) -> None:
+        """Its weights can be brought back; nothing is in the way."""
+        assert not self.in_the_way(owner), "a home is given back before weights come"
+        self._is_home[owner], self._free = True, None
