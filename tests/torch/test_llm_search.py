@@ -70,12 +70,12 @@ def test_self_consistency_stops_when_it_is_certain(llm: LLM) -> None:
 
 
 def test_answers_are_read_by_pattern_and_pointer() -> None:
-    assert AnswerReading.of(r"answer is (\d+)").read("answer is 3, no, the answer is 12.") == "12"
+    assert AnswerReading.of(r"answer is (\d+)").read_here("answer is 3, no, the answer is 12.") == "12"
     pointer = AnswerReading.of(None, "/result/1/a~1b")
-    assert pointer.read('{"result": [0, {"a/b": " yes "}]}') == "yes"
-    assert pointer.read("no JSON") is None and pointer.read('{"result": [0]}') is None
+    assert pointer.read_here('{"result": [0, {"a/b": " yes "}]}') == "yes"
+    assert pointer.read_here("no JSON") is None and pointer.read_here('{"result": [0]}') is None
     after = AnswerReading.of(after="Answer:")
-    assert after.read("Answer: 1\nno, Answer:\n 42.\nmore") == "42" and after.read("none") is None
+    assert after.read_here("Answer: 1\nno, Answer:\n 42.\nmore") == "42" and after.read_here("none") is None
     for pattern, place in ((None, None), ("(", None), ("a", "/b"), (None, "b")):
         with pytest.raises(InvalidRequest):
             AnswerReading.of(pattern, place)
