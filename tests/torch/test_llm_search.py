@@ -48,6 +48,17 @@ def test_a_beam_needs_no_tokenizer(folder: Path, llm: LLM) -> None:
     known = llm.search("beam", prompt, asked, width=3)
     assert [each.token_ids for each in found.candidates] == [each.token_ids for each in known.candidates]
     assert {each.text for each in found.candidates} == {""}
+    assert found.num_generated <= 6 * 3 * 2, "a beam that was left goes on for a token at most"
+
+
+def test_beams_wait_for_rows(folder: Path, llm: LLM) -> None:
+    """With no more rows than beams."""
+    prompt, asked = [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), **OPTIONS | {"max_num_seqs": 3}) as narrow:
+        found = narrow.search("beam", prompt, asked, width=3)
+        assert is_at_rest(narrow.loaded.engine) and found.num_generated <= 6 * 3 * 3
+    known = llm.search("beam", prompt, asked, width=3)
+    assert [each.token_ids for each in found.candidates] == [each.token_ids for each in known.candidates]
 
 
 def test_the_posterior_of_a_leader() -> None:
