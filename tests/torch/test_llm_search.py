@@ -16,6 +16,7 @@ from paceline.errors import InvalidRequest
 from paceline.llm.search import make_search
 from paceline.llm.search.base import AnswerReading
 from paceline.llm.search.self_consistency import certainty_of
+from tests.cases import first
 from tests.model_folder import EOS, write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
@@ -156,11 +157,12 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
+@pytest.mark.parametrize("count", first(1, [15, 50]))
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_beam_search_equals_transformers(sharp: tuple[Path, Any], width: int) -> None:
+def test_beam_search_equals_transformers(sharp: tuple[Path, Any], width: int, count: int) -> None:
     folder, model = sharp
     options = {**OPTIONS, "load_format": "auto", "dtype": "float32", "num_blocks": 256}
-    prompts = [f"{number * 7919} is a number, {'and' * (number % 4)}" for number in range(50)]
+    prompts = [f"{number * 7919} is a number, {'and' * (number % 4)}" for number in range(count)]
     ends, exact = Counter[str](), 0
     with LLM(str(folder), **options) as llm:
         tokenizer = llm.get_tokenizer()
@@ -191,4 +193,5 @@ def test_beam_search_equals_transformers(sharp: tuple[Path, Any], width: int) ->
             exact += found.token_ids == tokens
             ends[found.best.finish_reason] += 1
             assert is_at_rest(llm.loaded.engine)
-    assert exact >= 49 and ends["stop"] >= 5 and ends["length"] >= 5, (exact, ends)
+    few = count // 10
+    assert exact >= count - 1 and ends["stop"] >= few and ends["length"] >= few, (exact, ends)
