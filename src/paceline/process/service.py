@@ -83,7 +83,10 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
-NO_SLEEP = "this model cannot sleep: on a GPU those alone, of experts, with adapters, --kv-disk-dir or --kv-store stay awake"
+NO_SLEEP = (
+    "this model cannot sleep: on a GPU those alone and those of experts stay awake, and so do models with adapters, "
+    "--kv-disk-dir or --kv-store"
+)
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
 
