@@ -86,7 +86,10 @@ def load_parts(
 ) -> Parts:
     """The decoder's parts with every matrix on the device, in its `home` if it has one."""
     try:
-        return build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        if home is not None:
+            torch.cuda.empty_cache()  # what was copied there
+        return parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
