@@ -5,48 +5,54 @@ A slab has the same block numbers in every layer group. Knows what holds blocks,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from paceline.kv.block_pool import ABSENT, Blocks
-
-if TYPE_CHECKING:
-    from paceline.kv.manager import KVManager
+from paceline.kv.group import LayerGroup
 
 
 class HeldSlabs:
-    """`size` 0: all blocks are there for good, and only `least_usable` may be asked."""
+    """`size` 0: all blocks are there for good, and only `least_usable` may be asked. `under_way`: what steps and copies
+    hold of a group."""
 
-    def __init__(self, kv: KVManager, size: int, least_blocks: int) -> None:
-        self._kv = kv
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        size: int,
+        least_blocks: int,
+        under_way: Callable[[int], list[Blocks]],
+    ) -> None:
+        self._groups = groups
         self.size = size
         self._least_blocks = least_blocks
+        self._under_way = under_way
 
     def least_usable(self) -> tuple[int, ...]:
         """Blocks that each group has at least, whatever models beside this one do."""
-        return tuple(self._least_blocks or group.pool.usable for group in self._kv.groups)
+        return tuple(self._least_blocks or group.pool.usable for group in self._groups)
 
     def numbers(self) -> list[int]:
         """Those that are here."""
-        refs = self._kv.groups[0].pool.refs.reshape(-1, self.size)
+        refs = self._groups[0].pool.refs.reshape(-1, self.size)
         return [number for number in (refs[:, -1] != ABSENT).nonzero()[0].tolist() if number]
 
     def gain(self, slab: int) -> None:
-        for group in self._kv.groups:
+        for group in self._groups:
             group.pool.gain(self._blocks_of(slab))
 
     def lose(self, slab: int) -> None:
         """What is cached in a slab is forgotten, and its blocks leave. No row, fence or copy holds any of them."""
         blocks = self._blocks_of(slab)
-        for group in self._kv.groups:
+        for group in self._groups:
             group.device.forget(blocks)
             group.pool.lose(blocks)
 
     def spare(self) -> list[int]:
         """Slabs of which nothing is held, those first whose cached blocks would be evicted first. As many as can go and
         leave what is promised to rows."""
-        groups = self._kv.groups
+        groups = self._groups
         held = [(group.pool.refs != 0).reshape(-1, self.size).any(1) for group in groups]
         spare = np.flatnonzero(~np.logical_or.reduce(held))
         room = min(group.free_for(None) for group in groups) // self.size
@@ -64,20 +70,18 @@ class HeldSlabs:
         blocks = self._blocks_of(slab)
         return all(
             not group.pool.refs[blocks].any() and group.pool.num_free - group.reserved >= len(blocks)
-            for group in self._kv.groups
+            for group in self._groups
         )
 
     def holders(self, slab: int) -> tuple[list[int], bool]:
         """Rows that hold blocks of a slab, and whether anything else does: a step or a copy under way."""
-        blocks, kv = self._blocks_of(slab), self._kv
+        blocks = self._blocks_of(slab)
         found: set[int] = set()
         is_other = False
-        for group in kv.groups:
+        for group in self._groups:
             rows = (group.table // self.size == slab).any(1).nonzero()[0]
             found.update(row for row in rows.tolist() if np.isin(group.blocks_of(row), blocks).any())
-            others = [fence.blocks for fence in kv.fences if fence.group == group.index]
-            others += [ticket.blocks[group.index] for ticket in kv.tickets.open.values() if not ticket.level]
-            is_other = is_other or any(np.isin(each, blocks).any() for each in others)
+            is_other |= any(np.isin(each, blocks).any() for each in self._under_way(group.index))
         return sorted(found), is_other
 
     def _blocks_of(self, slab: int) -> Blocks:

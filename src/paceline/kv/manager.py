@@ -85,7 +85,6 @@ class KVManager:
         make_pool: PoolMaker = BlockPool,
     ) -> None:
         self.block_size = config.block_size
-        self.slabs = HeldSlabs(self, config.slab_blocks, config.least_blocks)
         self.caching = config.enable_prefix_caching
         self.eviction = config.eviction
         self._max_chunk = max_chunk
@@ -96,6 +95,7 @@ class KVManager:
             _make_group(index, spec, config, shape, make_pool, self.block_time)
             for index, spec in enumerate(config.groups)
         ]
+        self.slabs = HeldSlabs(self.groups, config.slab_blocks, config.least_blocks, self._under_way)
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
         self.dropped = self.groups[0].dropped
@@ -197,6 +197,11 @@ class KVManager:
             count = int(np.count_nonzero(group.pool.refs[blocks] == holders))
             least = count if least is None else min(least, count)
         return least or 0
+
+    def _under_way(self, group: int) -> list[Blocks]:
+        """Blocks that steps and copies under way hold."""
+        tickets = [ticket.blocks[group] for ticket in self.tickets.open.values() if not ticket.level]
+        return tickets + [fence.blocks for fence in self.fences if fence.group == group]
 
     # -- prefixes ------------------------------------------------------------------------------------------
 
