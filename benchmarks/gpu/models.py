@@ -40,10 +40,11 @@ from paceline.core.standing import WEIGHTS_KEPT
 from paceline.engine.conductor import Conductor, Seat
 from paceline.engine.engine import Engine
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
-from paceline.factory import LoadedModel, load_model, share_memory, slab_market
+from paceline.factory import LoadedModel, load_model
 from paceline.kv.slabs import SlabMarket
 from paceline.lab.bench.shapes import write_shape
 from paceline.llm.arguments import split_arguments
+from paceline.process.shared_memory import share_memory, slab_market
 
 bench = Benchmark(__doc__)
 LARGE, SMALL = "llama-3.1-8b", "qwen3-0.6b"

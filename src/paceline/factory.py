@@ -20,14 +20,13 @@ from paceline.config.engine import (
     Capacity,
     DraftConfig,
     EngineConfig,
-    GroupSpec,
-    KVConfig,
     ModelConfig,
     PreemptionCosts,
     SchedulerConfig,
 )
-from paceline.config.models import ModelShare, SharedMemory
+from paceline.config.models import SharedMemory
 from paceline.config.options import pick
+from paceline.config.sized import engine_config, weighs_preemption, with_costs, with_drafts
 from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
@@ -47,7 +46,6 @@ from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
-from paceline.kv.slabs import Owner, SlabMarket
 from paceline.policy import Policy
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
@@ -59,6 +57,8 @@ from paceline.scheduler.state import SchedulerState
 from paceline.text.vocabulary import guide_maker
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
@@ -71,7 +71,6 @@ NO_PROMPT_LIMIT = (
     "--max-num-prompt-tokens is for engines on a CPU; on a GPU steps keep a pace (--step-target-ms) or have one size "
     "(--max-num-batched-tokens)"
 )
-SLAB_SIZES = ("slab_blocks", "least_blocks", "most_slabs")
 TYPICAL_ROWS = 32  # that decode together on a CPU, for the time of a step
 
 _logger = logging.getLogger("paceline")
@@ -301,12 +300,12 @@ def _on_cpu(
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
-    config = _engine_config(checkpoint, sizes)
+    config = engine_config(checkpoint.spec.group_windows, sizes)
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")
         fixed_s, token_s = backend.measure()
-        config = _with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
+        config = with_drafts(config, replace(drafts, fixed_s=fixed_s, token_s=token_s))
     # Without either, the budget of a CPU keeps steps short already.
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
 
@@ -338,13 +337,13 @@ def _on_cpu(
 
     sleeper = CPUSleeper(load, make, backend)
     runner = sleeper.open()
-    if _weighs_preemption(config):
+    if weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
-        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+        config = with_costs(config, prices if disk is None else disk.with_rates(prices))
     adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
     moving = runner if disk is None else disk.start(runner, runner.compute.kv)
     sleeps = None if disk is not None or model.has_adapters else sleeper
@@ -526,14 +525,11 @@ def _on_gpu(
     memory = None if shared is None else shared.device
     home = None if memory is None else memory.home()
     parts = load(home)
-    if memory is not None:
-        memory.close(home)
-        torch.cuda.empty_cache()  # what was copied there
     on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)
-    config = _engine_config(checkpoint, sizes)
+    config = engine_config(checkpoint.spec.group_windows, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
     scales = sorted(checkpoint.kv_scales.items())
@@ -541,96 +537,26 @@ def _on_gpu(
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
-        config = _with_drafts(config, drafts)
-    graphs = not model.enforce_eager
+        config = with_drafts(config, drafts)
     more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room, "memory": memory}
-    runner = GPURunner(config, spec, parts, ends, device=device, graphs=graphs, **more)
+    runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
     if drafts is not None:
-        config = _with_drafts(config, measured_drafts(runner, drafts))
+        config = with_drafts(config, measured_drafts(runner, drafts))
     wanted = given.get("step_target_ms") or config.scheduler.has_dial
     if wanted or (interactive and "max_num_batched_tokens" not in given):
         config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
-    if _weighs_preemption(config):
+    if weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
         prices = device_preemption_costs(runner, config.scheduler, block_s)
-        config = _with_costs(config, prices if disk is None else disk.with_rates(prices))
+        config = with_costs(config, prices if disk is None else disk.with_rates(prices))
     runner.host_places.pin_rest()
-    hardware = Hardware(
-        device=name,
-        dtype=str(dtype).removeprefix("torch."),
-        kv_dtype="fp8_e4m3" if kv_dtype == torch.float8_e4m3fn else str(kv_dtype).removeprefix("torch."),
-        kv_bytes=config.kv.num_blocks * per_block,
-        runner={"name": "gpu"},
-        quantization=model.quantization,
-    )
+    hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)
     built = Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
     if home is None:
         return built
-    # Experts are stacked elsewhere.
-    can_sleep = disk is None and room is None and spec.experts is None
-    sleeper = GPUSleeper(home, load, runner) if can_sleep else None
-    return built._replace(sleeper=sleeper, home=home.slabs)
-
-
-def share_memory(
-    models: Sequence[tuple[ModelConfig, Mapping[str, Any], ModelShare]], memory_bytes: int | None
-) -> list[SharedMemory | None]:
-    """What each of several models is to know of the memory they share; None: it has its own."""
-    from paceline.runner.device import choose_device
-
-    devices = {choose_device(model) for model, _, _ in models} if len(models) > 1 else set()
-    if len(devices) > 1:
-        raise ConfigError("models of one server take turns on one device: give all of them the same --device")
-    if devices != {"cuda"}:
-        for _, _, share in models:
-            if share.kv_floor_bytes or share.kv_ceiling_bytes:
-                raise ConfigError(
-                    "kv_floor_bytes and kv_ceiling_bytes are for several models on a GPU, which share KV memory: "
-                    "give kv_cache_memory_bytes"
-                )
-        return [None] * len(models)
-    import torch
-
-    from paceline.models.files.fetch import resolve
-    from paceline.models.files.open import open_checkpoint
-    from paceline.runner.gpu import build
-
-    opened = []
-    for model, given, _ in models:
-        path = resolve(model.model, model.revision, model.download_dir)
-        opened.append((model, given, open_checkpoint(path, load_format=model.load_format)))
-    device = torch.device("cuda", torch.cuda.current_device())
-    memory, kv_slabs = build.share_memory(opened, memory_bytes, device)
-    total = sum(share.share for _, _, share in models)
-    return [
-        SharedMemory(
-            num_slabs=memory.num_slabs,
-            slab_bytes=memory.slab_bytes,
-            kv_slabs=kv_slabs,
-            part=share.share / total,
-            floor_bytes=share.kv_floor_bytes,
-            ceiling_bytes=share.kv_ceiling_bytes,
-            device=memory,
-        )
-        for _, _, share in models
-    ]
-
-
-def slab_market(
-    models: Sequence[LoadedModel], shares: Sequence[ModelShare], memory: Sequence[SharedMemory | None]
-) -> SlabMarket | None:
-    """Of models that share their memory; None: each has its own."""
-    if memory[0] is None:
-        return None
-    owners = []
-    for loaded, share in zip(models, shares, strict=True):
-        kv = loaded.config.kv
-        floor = kv.least_blocks // kv.slab_blocks
-        owners.append(
-            Owner(name=share.name, share=share.share, floor=floor, ceiling=kv.most_slabs, home=loaded.home)
-        )
-    return SlabMarket(memory[0].num_slabs, owners, memory[0].slab_bytes)
+    stays = disk or room or spec.experts  # experts are stacked elsewhere
+    return built._replace(sleeper=None if stays else GPUSleeper(home, load, runner), home=home.slabs)
 
 
 def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
@@ -638,42 +564,18 @@ def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
     return None if drafts is None else (drafts.method, drafts.model)
 
 
-def _with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
-    if config.scheduler.mode != "continuous":
-        raise ConfigError(
-            "--speculative-config needs --mode continuous: rows of a padded batch go on together"
-        )
-    return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
-
-
-def _weighs_preemption(config: EngineConfig) -> bool:
-    """Whether anything is decided by what preemption costs; if not, nothing is measured."""
-    return config.kv.num_host_blocks > 0 or config.scheduler.scheduling_policy != "fcfs"
-
-
-def _with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
-    return replace(config, scheduler=replace(config.scheduler, preemption_costs=costs))
-
-
-def _engine_config(checkpoint: Checkpoint, sizes: Mapping[str, Any]) -> EngineConfig:
-    windows = checkpoint.spec.group_windows
-    return EngineConfig(
-        kv=KVConfig(
-            **pick(KVConfig, sizes),
-            groups=tuple(GroupSpec(window=window) for window in windows),
-            **{name: sizes[name] for name in ("cache_on_host", *SLAB_SIZES) if name in sizes},
-        ),
-        scheduler=_scheduler_config(sizes),
-        **pick(EngineConfig, sizes),
+def _gpu_hardware(
+    model: ModelConfig, name: str, dtype: torch.dtype, kv_dtype: torch.dtype, kv_bytes: int
+) -> Hardware:
+    kind = str(kv_dtype).removeprefix("torch.")
+    return Hardware(
+        device=name,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype="fp8_e4m3" if kind == "float8_e4m3fn" else kind,
+        kv_bytes=kv_bytes,
+        runner={"name": "gpu"},
+        quantization=model.quantization,
     )
-
-
-def _scheduler_config(sizes: Mapping[str, Any]) -> SchedulerConfig:
-    config = SchedulerConfig(**pick(SchedulerConfig, sizes))
-    # A pace and a dial learn in their own way; padded batches have one size.
-    if config.step_target_ms or config.has_dial or config.mode != "continuous":
-        return config
-    return replace(config, learned_steps=sizes.get("learned_steps"))
 
 
 def _tokenizer(model: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:

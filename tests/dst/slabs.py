@@ -40,14 +40,14 @@ class SlabMoves:
             assert self._engine.move_slab(slab, gained=True)
 
     def _absent(self) -> list[int]:
-        have = set(self._engine.scheduler.state.kv.slabs())
+        have = set(self._engine.scheduler.state.kv.slabs.numbers())
         return [slab for slab in range(1, self._kv.num_blocks // self._kv.slab_blocks) if slab not in have]
 
     def perhaps(self, runner: Runner) -> None:
         if not self._kv.slab_blocks or self._rng.random() > 0.3:
             return
         engine, kv = self._engine, self._engine.scheduler.state.kv
-        have, absent = kv.slabs(), self._absent()
+        have, absent = kv.slabs.numbers(), self._absent()
         if absent and self._rng.random() < 0.5:
             engine.move_slab(self._rng.choice(absent), gained=True)
             self._counts["slab gained"] += 1
@@ -58,8 +58,8 @@ class SlabMoves:
             self._gain_floor()
             engine.wake(runner)
             self._counts["wake"] += 1
-        elif len(have) * kv.slab_blocks > self._kv.least_blocks:
-            spare = kv.spare_slabs()
+        elif len(have) * kv.slabs.size > self._kv.least_blocks:
+            spare = kv.slabs.spare()
             by_force = not spare or self._rng.random() < 0.3
             slab = self._rng.choice(have) if by_force else spare[0]
             lost = engine.move_slab(slab, gained=False)

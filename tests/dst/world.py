@@ -117,8 +117,7 @@ class World:
         self.slabs = SlabMoves(seed, self.config, self.engine, self.coverage.counts)
         if self.trouble.cursed and make_recorder is None:  # a log tells what hooks did, not what blocks did
             self.hooks.watch(self.engine.scheduler.state)
-        self.runner.scheduler = self.engine.scheduler
-        self.runner.found = self.checker.found
+        self.runner.scheduler, self.runner.found = self.engine.scheduler, self.checker.found
         self.admissions = AdmissionWatch(self.engine.scheduler, self.checker.found)
         self.batches = BatchWatch(self.engine.scheduler)
         self.clients: dict[int, Expectation] = {}

@@ -100,7 +100,6 @@ class TwoModels:
                 return build_decoder(checkpoint, 2, storage).parts
 
             parts = load(home)
-            memory.close(home)
             ends = checkpoint.spec.eos_token_ids
             runner = GPURunner(config, checkpoint.spec, parts, ends, device=DEVICE, memory=memory)
             self.engines.append(build_engine(config, runner))

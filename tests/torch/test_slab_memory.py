@@ -136,7 +136,6 @@ def test_weights_come_back_to_where_they_were(is_kept: bool) -> None:
     matrices = [torch.randn(16, 24, generator=random), torch.randn(40, 30, generator=random).T]
     home = memory.home()
     placed = [home.place(DenseLinear(each.clone())) for each in matrices]
-    memory.close(home)
     assert home.slabs == range(1, 3) and memory.home().slabs.start == 3
     weights: list[torch.Tensor] = [each.weight for each in placed]  # type: ignore[attr-defined]
     addresses = [weight.data_ptr() for weight in weights]

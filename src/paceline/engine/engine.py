@@ -384,7 +384,7 @@ class Engine:
 
     def move_slab(self, number: int, *, gained: bool) -> bool:
         """Blocks come from another model or go to it. False: a copy under way needs some of those that should go."""
-        if not gained and not self.scheduler.state.kv.can_lose(number):
+        if not gained and not self.scheduler.state.kv.slabs.can_lose(number):
             while self._in_flight:
                 self._wait()
         return self.scheduler.move_slab(number, gained=gained)

@@ -13,6 +13,16 @@ from paceline.engine.engine import Engine
 from paceline.kv.slabs import SlabMarket
 
 
+def wanted_blocks(engine: Engine) -> int:
+    """Blocks that rows and those waiting requests that could have one would take next, about."""
+    state = engine.scheduler.state
+    running, waiting = state.rows.num_live, len(state.queue)
+    if not waiting:
+        return running
+    could = min(waiting, state.most_rows - running)
+    return running + could * (state.kv.blocks_for(state.queue.num_tokens // waiting) + 1)
+
+
 class SlabTrade:
     """`engines` are those of the market's owners, in its order."""
 
@@ -28,7 +38,7 @@ class SlabTrade:
                 self._fill(owner, engine)
 
     def _fill(self, owner: int, engine: Engine) -> None:
-        kv, wanted = engine.scheduler.state.kv, engine.scheduler.wanted_blocks()
+        kv, wanted = engine.scheduler.state.kv, wanted_blocks(engine)
         while wanted > min(group.pool.num_empty for group in kv.groups):
             slab = self.market.take(owner)
             if slab is None:
@@ -36,13 +46,13 @@ class SlabTrade:
             engine.move_slab(slab, gained=True)
         lacking = wanted - kv.free_for(None)
         if lacking > 0:
-            self.reclaim(owner, -(-lacking // kv.slab_blocks))
+            self.reclaim(owner, -(-lacking // kv.slabs.size))
 
     def reclaim(self, owner: int, count: int) -> int:
         """Take at most `count` slabs that other models can do without; returns how many there were."""
         taken = 0
         for donor in self.market.donors(owner, self._is_short):
-            spare = self.engines[donor].scheduler.state.kv.spare_slabs()
+            spare = self.engines[donor].scheduler.state.kv.slabs.spare()
             for slab in spare[: self.market.above_floor(donor)]:
                 if taken == count or not self.market.may_take(owner):
                     break
@@ -56,7 +66,7 @@ class SlabTrade:
         engine = self.engines[owner]
         if engine.is_asleep or not engine.has_requests:
             return False
-        return engine.scheduler.wanted_blocks() > engine.scheduler.state.kv.free_for(None)
+        return wanted_blocks(engine) > engine.scheduler.state.kv.free_for(None)
 
     def _gain(self, owner: int) -> bool:
         slab = self.market.take(owner)
@@ -112,7 +122,7 @@ class SlabTrade:
         """Clear a slab that another model has above its floor."""
         for donor in self.market.donors(owner, lambda _: False):
             kv = self.engines[donor].scheduler.state.kv
-            for slab in dict.fromkeys([*kv.spare_slabs(), *self.market.slabs(donor)]):
+            for slab in dict.fromkeys([*kv.slabs.spare(), *self.market.slabs(donor)]):
                 if self._lose(slab, donor):
                     self.num_reclaimed += 1
                     return True
@@ -127,7 +137,7 @@ def broken_slabs(trade: SlabTrade) -> Iterator[str]:
     market = trade.market
     for owner, engine in enumerate(trade.engines):
         kv, name = engine.scheduler.state.kv, market.owners[owner].name
-        has, should = kv.slabs(), market.slabs(owner)
+        has, should = kv.slabs.numbers(), market.slabs(owner)
         if has != should:
             yield f"M1: the model {name!r} has blocks of the slabs {has} and should have those of {should}"
         if owner not in market.awake() and has:

@@ -38,10 +38,11 @@ from numpy.typing import NDArray
 from paceline.config.engine import Capacity, GroupSpec, KVConfig
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import BlockKey
-from paceline.kv.block_pool import ABSENT, NULL_BLOCK, BlockPool
+from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import LayerGroup
+from paceline.kv.held_slabs import HeldSlabs
 from paceline.kv.level import Level, PoolMaker, make_order
 from paceline.kv.swap import Ticket, Tickets
 
@@ -85,8 +86,6 @@ class KVManager:
         make_pool: PoolMaker = BlockPool,
     ) -> None:
         self.block_size = config.block_size
-        self.slab_blocks = config.slab_blocks
-        self._least_blocks = config.least_blocks
         self.caching = config.enable_prefix_caching
         self.eviction = config.eviction
         self._max_chunk = max_chunk
@@ -97,6 +96,7 @@ class KVManager:
             _make_group(index, spec, config, shape, make_pool, self.block_time)
             for index, spec in enumerate(config.groups)
         ]
+        self.slabs = HeldSlabs(self.groups, config.slab_blocks, config.least_blocks, self._under_way)
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
         self.dropped = self.groups[0].dropped
@@ -140,12 +140,7 @@ class KVManager:
         """Whether a sequence of `max_total` tokens fits into an empty cache, at its smallest."""
         whole = (self.blocks_for(max_total),) * len(self.groups)
         needs = whole if self._at_once else self.full_need(max_total)
-        return all(need <= most for need, most in zip(needs, self.least_usable, strict=True))
-
-    @property
-    def least_usable(self) -> Needs:
-        """Blocks that each group has at least, whatever models beside this one do."""
-        return tuple(self._least_blocks or group.pool.usable for group in self.groups)
+        return all(need <= most for need, most in zip(needs, self.slabs.least_usable(), strict=True))
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""
@@ -205,66 +200,10 @@ class KVManager:
             least = count if least is None else min(least, count)
         return least or 0
 
-    # -- slabs: blocks that come from other models and go to them ------------------------------------------
-
-    def slabs(self) -> list[int]:
-        """Numbers of the slabs it has."""
-        refs = self.groups[0].pool.refs.reshape(-1, self.slab_blocks)
-        return [number for number in (refs[:, -1] != ABSENT).nonzero()[0].tolist() if number]
-
-    def gain(self, slab: int) -> None:
-        for group in self.groups:
-            group.pool.gain(self._blocks_of(slab))
-
-    def lose(self, slab: int) -> None:
-        """What is cached in a slab is forgotten, and its blocks leave. No row, fence or copy holds any of them."""
-        blocks = self._blocks_of(slab)
-        for group in self.groups:
-            group.device.forget(blocks)
-            group.pool.lose(blocks)
-
-    def spare_slabs(self) -> list[int]:
-        """Slabs of which nothing is held, those first whose cached blocks would be evicted first. As many as can go and
-        leave what is promised to rows."""
-        size = self.slab_blocks
-        held = [(group.pool.refs != 0).reshape(-1, size).any(1) for group in self.groups]
-        spare = np.flatnonzero(~np.logical_or.reduce(held))
-        room = min(group.free_for(None) for group in self.groups) // size
-        if not len(spare) or room <= 0:
-            return []
-        cost = np.zeros(len(held[0]), np.int64)
-        for pool in [group.pool for group in self.groups]:
-            waiting = np.fromiter(iter(pool.evictable), np.int64, len(pool.evictable))
-            np.add.at(cost, waiting // size, np.arange(1, len(waiting) + 1))
-        found: list[int] = spare[np.argsort(cost[spare], kind="stable")][:room].tolist()
-        return found
-
-    def can_lose(self, slab: int) -> bool:
-        """Whether nothing is held in a slab, and enough is left without it for what is promised to rows."""
-        blocks = self._blocks_of(slab)
-        return all(
-            not group.pool.refs[blocks].any() and group.pool.num_free - group.reserved >= len(blocks)
-            for group in self.groups
-        )
-
-    def holders_of(self, slab: int) -> tuple[list[int], bool]:
-        """Rows that hold blocks of a slab, and whether anything else does: a step or a copy under way."""
-        blocks = self._blocks_of(slab)
-        found: set[int] = set()
-        is_other = False
-        for group in self.groups:
-            inside = group.table // self.slab_blocks == slab
-            rows = inside.any(1).nonzero()[0]
-            found.update(row for row in rows.tolist() if np.isin(group.blocks_of(row), blocks).any())
-            others = [fence.blocks for fence in self.fences if fence.group == group.index]
-            others += [
-                ticket.blocks[group.index] for ticket in self.tickets.open.values() if not ticket.level
-            ]
-            is_other = is_other or any(np.isin(each, blocks).any() for each in others)
-        return sorted(found), is_other
-
-    def _blocks_of(self, slab: int) -> Blocks:
-        return np.arange(slab * self.slab_blocks, (slab + 1) * self.slab_blocks)
+    def _under_way(self, group: int) -> list[Blocks]:
+        """Blocks that steps and copies under way hold."""
+        tickets = [ticket.blocks[group] for ticket in self.tickets.open.values() if not ticket.level]
+        return tickets + [fence.blocks for fence in self.fences if fence.group == group]
 
     # -- prefixes ------------------------------------------------------------------------------------------
 

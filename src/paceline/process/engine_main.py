@@ -28,13 +28,14 @@ from paceline.config.models import ModelShare
 from paceline.config.process import ProcessConfig
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import PacelineError
-from paceline.factory import LoadedModel, LoadProgress, load_model, share_memory, slab_market
+from paceline.factory import LoadedModel, LoadProgress, load_model
 from paceline.kv.slabs import SlabMarket
 from paceline.models.spec import model_work
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineInfo
 from paceline.process.service import EngineService, LogQueue, set_up_logs
+from paceline.process.shared_memory import share_memory, slab_market
 
 FIRST_FRAME_S = 30.0
 _PR_SET_PDEATHSIG = 1

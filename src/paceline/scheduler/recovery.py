@@ -86,11 +86,29 @@ def let_go(state: SchedulerState) -> None:
     state.leaves, state.joins = [], []
 
 
-def restart(state: SchedulerState, rows: list[int]) -> None:
-    """Memory that these rows hold goes to another model: they are computed again. No step is under way."""
+def is_slab_in_use(state: SchedulerState, slab: int) -> bool:
+    """Whether a step or a copy under way needs blocks of a slab."""
+    rows, is_other = state.kv.slabs.holders(slab)
+    return is_other or bool(rows and state.flights)
+
+
+def move_slab(state: SchedulerState, slab: int, *, gained: bool) -> bool:
+    """Memory comes from another model, or goes to it: rows that hold any of it are computed again. No step under way
+    needs it."""
+    slabs = state.kv.slabs
+    if gained:
+        slabs.gain(slab)
+        return True
+    rows, _ = slabs.holders(slab)
     for row in rows:
         _restart(state, row, False, Rule.SLAB)
     state.kv.settle()
+    if not slabs.can_lose(slab):  # more is promised than would be left
+        for row in np.flatnonzero(state.rows.reserved).tolist():
+            _restart(state, row, False, Rule.SLAB)
+        state.kv.settle()
+    slabs.lose(slab)
+    return True
 
 
 def _restart(state: SchedulerState, row: int, took_part: bool, rule: Rule = Rule.STEP_FAILED) -> None:

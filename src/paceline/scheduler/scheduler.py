@@ -40,7 +40,7 @@ from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownReque
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.recovery import full_plan, let_go, restart, start_over
+from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, start_over
 from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
@@ -509,32 +509,11 @@ class Scheduler:
         self._has_slept = True
 
     def move_slab(self, number: int, *, gained: bool) -> bool:
-        """Blocks come from another model or go to it; for those that go, rows are preempted. False: a step or a copy
-        under way needs some of them."""
-        kv = self.state.kv
-        rows: list[int] = []
-        if not gained:
-            rows, is_moving = kv.holders_of(number)
-            if is_moving or (rows and self.state.flights):
-                return False
+        """Blocks come from another model, or go to it. False: a step or a copy under way needs some of them."""
+        if not gained and is_slab_in_use(self.state, number):
+            return False
         self._input(inputs.MoveSlab(number=number, gained=gained))
-        if gained:
-            kv.gain(number)
-        else:
-            restart(self.state, rows)
-            if not kv.can_lose(number):  # more is promised than would be left
-                restart(self.state, np.flatnonzero(self.state.rows.reserved).tolist())
-            kv.lose(number)
-        return True
-
-    def wanted_blocks(self) -> int:
-        """Blocks that rows and those waiting requests that could have one would take next, about."""
-        state = self.state
-        rows, waiting = state.rows, len(state.queue)
-        if not waiting:
-            return rows.num_live
-        could = min(waiting, state.most_rows - rows.num_live)
-        return rows.num_live + could * (state.kv.blocks_for(state.queue.num_tokens // waiting) + 1)
+        return move_slab(self.state, number, gained=gained)
 
     def shrink(self) -> bool:
         """Memory ran out in a step: for a while half as many rows. False if there was one left only."""
@@ -568,8 +547,7 @@ class Scheduler:
         return None if forecast is None else late_rejection(request, forecast)
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
-        kv = self.state.kv
-        usable = min(kv.least_usable)
+        kv, usable = self.state.kv, min(self.state.kv.slabs.least_usable())
         for request in requests:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1

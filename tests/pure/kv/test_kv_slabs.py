@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.config.engine import KVConfig
-from paceline.config.models import SharedMemory
+from paceline.config.engine import KVConfig, ModelConfig
+from paceline.config.models import ModelShare, SharedMemory
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import ABSENT, BlockPool
 from paceline.kv.slabs import FREE, Owner, SlabMarket
+from paceline.process.shared_memory import share_memory
+from paceline.runner import device
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -90,15 +92,15 @@ def test_what_is_cached_in_a_slab_goes_with_it_and_rows_are_computed_again() -> 
     kv = bench.engine.scheduler.state.kv
     bench.add(prompt(10, 1), 2)
     bench.run()
-    assert len(kv.groups[0].cache) and len(kv.spare_slabs()) == 3
+    assert len(kv.groups[0].cache) and len(kv.slabs.spare()) == 3
     cached = next(iter(kv.groups[0].cache.entries())) // 4
-    assert kv.spare_slabs()[-1] == cached, "one that holds nothing goes first"
+    assert kv.slabs.spare()[-1] == cached, "one that holds nothing goes first"
     assert bench.engine.move_slab(cached, gained=False)
-    assert not len(kv.groups[0].cache) and cached not in kv.slabs()
+    assert not len(kv.groups[0].cache) and cached not in kv.slabs.numbers()
     bench.add(prompt(10, 2), 6)
     bench.step(2)
     held = int(kv.groups[0].table[0, 0]) // 4
-    assert held not in kv.spare_slabs()
+    assert held not in kv.slabs.spare()
     assert bench.engine.move_slab(4, gained=True) and bench.engine.move_slab(held, gained=False)
     assert bench.engine.scheduler.state.rows.num_live == 0, "its row was preempted"
     bench.run()  # and its answer is the same
@@ -107,7 +109,7 @@ def test_what_is_cached_in_a_slab_goes_with_it_and_rows_are_computed_again() -> 
 def test_a_request_must_fit_when_the_pool_is_smallest() -> None:
     bench = slab_bench()
     kv = bench.engine.scheduler.state.kv
-    assert kv.can_ever_hold(28) and kv.least_usable == (8,) and not kv.can_ever_hold(33)
+    assert kv.can_ever_hold(28) and kv.slabs.least_usable() == (8,) and not kv.can_ever_hold(33)
 
 
 def test_sizes_of_a_model_follow_from_what_is_shared() -> None:
@@ -126,3 +128,17 @@ def test_sizes_of_a_model_follow_from_what_is_shared() -> None:
         shared.sizes(given, 1001, 20, None)
     with pytest.raises(ConfigError, match="whole slabs"):
         KVConfig(num_blocks=10, slab_blocks=4, least_blocks=4)
+
+
+def test_limits_of_shared_memory_are_refused_where_none_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = {"a": "cpu", "b": "cpu", "c": "cuda"}
+    monkeypatch.setattr(device, "choose_device", lambda model: devices[model.model])
+
+    def shared(*names: str, **limits: int) -> list[SharedMemory | None]:
+        return share_memory([(ModelConfig(model=name), {}, ModelShare(**limits)) for name in names], None)
+
+    assert shared("a") == shared("c") == [None] and shared("a", "b") == [None, None]
+    with pytest.raises(ConfigError, match="several models on a GPU"):
+        shared("a", "b", kv_floor_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="the same --device"):
+        shared("a", "c")

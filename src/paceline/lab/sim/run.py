@@ -363,10 +363,10 @@ class SharedDevice(Simulation):
     def _open_trade(self) -> SlabTrade | None:
         engines = [replica.engine for replica in self.replicas]
         kv = engines[0].scheduler.state.kv
-        if not kv.slab_blocks:
+        if not kv.slabs.size:
             return None
         pool = kv.groups[0].pool
-        num_slabs, floor = pool.num_blocks // kv.slab_blocks, min(kv.least_usable) // kv.slab_blocks
+        num_slabs, floor = pool.num_blocks // kv.slabs.size, min(kv.slabs.least_usable()) // kv.slabs.size
         owners = [
             Owner(name=name, share=share, floor=floor, ceiling=num_slabs)
             for name, share in self._config.models

@@ -109,6 +109,8 @@ def load_parts(
             )
         if kv_dtype == torch.float8_e4m3fn:
             fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
+        if home is not None:
+            torch.cuda.empty_cache()  # what was copied there
         return parts
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory

@@ -67,18 +67,17 @@ class SlabMemory:
     def __init__(self, num_slabs: int, slab_bytes: int, device: torch.device) -> None:
         self.num_slabs, self.slab_bytes = num_slabs, slab_bytes
         self.bytes = torch.zeros(num_slabs * slab_bytes, dtype=torch.uint8, device=device)
-        self._next_home = 1
+        self._last_home: Home | None = None
 
     def blocks_in(self, shape: PartShape) -> int:
         """Blocks of a model in one slab."""
         return self.slab_bytes // shape.block_bytes
 
     def home(self) -> Home:
-        """Where the weights of the next model go; it is built up by what is placed in it, and closed."""
-        return Home(self, self._next_home)
-
-    def close(self, home: Home) -> None:
-        self._next_home = home.slabs.stop
+        """Where the weights of the next model go, behind those of the model before, which are all there."""
+        first = self._last_home.slabs.stop if self._last_home is not None else 1
+        self._last_home = Home(self, first)
+        return self._last_home
 
 
 class Home:

@@ -1,0 +1,58 @@
+"""The config of an engine once all its sizes are known, and what is added when its steps have been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.config.engine import (
+    DraftConfig,
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    PreemptionCosts,
+    SchedulerConfig,
+)
+from paceline.config.options import pick
+from paceline.errors import ConfigError
+
+_SLABS = ("slab_blocks", "least_blocks", "most_slabs")
+
+
+def with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
+    if config.scheduler.mode != "continuous":
+        raise ConfigError(
+            "--speculative-config needs --mode continuous: rows of a padded batch go on together"
+        )
+    return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
+
+
+def weighs_preemption(config: EngineConfig) -> bool:
+    """Whether anything is decided by what preemption costs; if not, nothing is measured."""
+    return config.kv.num_host_blocks > 0 or config.scheduler.scheduling_policy != "fcfs"
+
+
+def with_costs(config: EngineConfig, costs: PreemptionCosts) -> EngineConfig:
+    return replace(config, scheduler=replace(config.scheduler, preemption_costs=costs))
+
+
+def engine_config(windows: Sequence[int | None], sizes: Mapping[str, Any]) -> EngineConfig:
+    """Of an engine whose layer groups have these windows; `sizes` holds fields of its configs by name."""
+    return EngineConfig(
+        kv=KVConfig(
+            **pick(KVConfig, sizes),
+            groups=tuple(GroupSpec(window=window) for window in windows),
+            **{name: sizes[name] for name in ("cache_on_host", *_SLABS) if name in sizes},
+        ),
+        scheduler=_scheduler_config(sizes),
+        **pick(EngineConfig, sizes),
+    )
+
+
+def _scheduler_config(sizes: Mapping[str, Any]) -> SchedulerConfig:
+    config = SchedulerConfig(**pick(SchedulerConfig, sizes))
+    # A pace and a dial learn in their own way; padded batches have one size.
+    if config.step_target_ms or config.has_dial or config.mode != "continuous":
+        return config
+    return replace(config, learned_steps=sizes.get("learned_steps"))
