@@ -193,9 +193,10 @@ class Load:
         kv: KVConfig,
         costs: PreemptionCosts | None = None,
         drafts: int = 0,
-        clock: ManualClock | None = None,
         **options: Any,
     ) -> None:
+        """`options`: of the engine; among them its `clock`, if that is not the machine's."""
+        clock = options.pop("clock", None)
         config = EngineConfig(
             kv=kv,
             scheduler=SchedulerConfig(
