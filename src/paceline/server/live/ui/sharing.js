@@ -1,6 +1,6 @@
 // How models share the device, and which adapters are in use. Nothing is shown for one model without adapters.
 
-import { element } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { percent } from "./figures.js";
 
 const IDLE = 0.01; // of the time: of a device that computes less, everything is a large share
@@ -18,6 +18,7 @@ export class Sharing {
   draw(figures) {
     const { models = [], adapters } = figures.kept.at(-1).server;
     this.place.hidden = !models.length && !adapters;
+    byId("guide-models").hidden = !models.length;
     const all = models.reduce((sum, each) => sum + each.share, 0);
     const grown = models.map((_, place) => figures.growth((each) => each.server.models?.[place]?.device_s ?? 0).by);
     const spent = grown.reduce((sum, each) => sum + each, 0), isIdle = spent <= IDLE * figures.growth(() => 0).seconds;
