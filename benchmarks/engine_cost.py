@@ -58,7 +58,6 @@ from benchmarks.harness import (
 )
 from paceline.audit.trail import INTERVAL_S
 from paceline.config.engine import (
-    Capacity,
     DraftConfig,
     EngineConfig,
     KVConfig,
@@ -66,6 +65,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
+from paceline.config.sized import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, EMPTY, STOPPED, DraftTally, Pending, StepPlan, StepResult

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Benchmark, Found, Given, flag, rows_of
-from paceline.config.engine import EVICTIONS, Capacity, KVConfig
+from paceline.config.engine import EVICTIONS, KVConfig
+from paceline.config.sized import Capacity
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness import ENGINE, Benchmark, Found, Given, flag, h200, one_tenant, rows_of
-from paceline.config.engine import Capacity
+from paceline.config.sized import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.events import StepEvents
 from paceline.core.request import NoHooks, RequestId

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import Capacity, EngineConfig
+from paceline.config.engine import EngineConfig
+from paceline.config.sized import Capacity
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,

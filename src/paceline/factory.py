@@ -17,7 +17,6 @@ from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
     MADE_ON_LOADING,
     ORACLE,
-    Capacity,
     DraftConfig,
     EngineConfig,
     ModelConfig,
@@ -26,7 +25,7 @@ from paceline.config.engine import (
 )
 from paceline.config.models import SharedMemory
 from paceline.config.options import pick
-from paceline.config.sized import engine_config, weighs_preemption, with_costs, with_drafts
+from paceline.config.sized import Capacity, engine_config, weighs_preemption, with_costs, with_drafts
 from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
@@ -499,9 +498,8 @@ def _on_gpu(
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.slab_memory import GPUSleeper
-    from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
+    from paceline.runner.gpu.step_times import measured_config
     from paceline.runner.guessers import open_guesser
-    from paceline.runner.sizing import block_seconds
     from paceline.runner.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
@@ -540,15 +538,8 @@ def _on_gpu(
         config = with_drafts(config, drafts)
     more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room, "memory": memory}
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
-    if drafts is not None:
-        config = with_drafts(config, measured_drafts(runner, drafts))
-    wanted = given.get("step_target_ms") or config.scheduler.has_dial
-    if wanted or (interactive and "max_num_batched_tokens" not in given):
-        config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
-    if weighs_preemption(config):
-        block_s = block_seconds(config, runner.copy_out_and_back)
-        prices = device_preemption_costs(runner, config.scheduler, block_s)
-        config = with_costs(config, prices if disk is None else disk.with_rates(prices))
+    has_pace = bool(given.get("step_target_ms")) or (interactive and "max_num_batched_tokens" not in given)
+    config = measured_config(config, runner, spec, kv_dtype.itemsize, drafts, disk, has_pace=has_pace)
     runner.host_places.pin_rest()
     hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)

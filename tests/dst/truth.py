@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.config.engine import Capacity, EngineConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, SchedulerConfig
+from paceline.config.sized import Capacity
 from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.core.inputs import (
     AbortRequest,

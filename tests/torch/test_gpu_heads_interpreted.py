@@ -21,7 +21,8 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import Capacity, DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.sized import Capacity
 from paceline.core.counters import Counters
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline import LLM
-from paceline.config.engine import Capacity, EngineConfig
+from paceline.config.engine import EngineConfig
+from paceline.config.sized import Capacity
 from paceline.core.plan import StepPlan
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams

@@ -587,22 +587,5 @@ class EngineConfig(CheckedOptions):
     run_log_files: int = option(8, "logs of earlier runs to keep", low=0, panel="Records to keep")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """What follows from a config: sizes that are computed, never configured."""
-
-    num_rows: int  # rows of the row table: a freed row is used again only when the steps before it are done
-    max_blocks_per_row: int
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> Capacity:
-        # A finished row of a padded batch goes on decoding beside the longest one: room for both lengths.
-        longest = config.scheduler.max_model_len * (1 if config.scheduler.mode == "continuous" else 2)
-        return cls(
-            num_rows=config.scheduler.max_num_seqs * (config.depth + 1),
-            max_blocks_per_row=math.ceil(longest / config.kv.block_size) + 1,
-        )
-
-
 # The configs whose options `LLM`, `AsyncLLM` and the commands take by name.
 ENGINE_CONFIGS = (ModelConfig, KVConfig, SchedulerConfig, EngineConfig)

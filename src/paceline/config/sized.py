@@ -1,9 +1,11 @@
-"""The config of an engine once all its sizes are known, and what is added when its steps have been measured."""
+"""The config of an engine once all its sizes are known, what follows from it, and what is added when its steps have
+been measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.engine import (
@@ -18,6 +20,23 @@ from paceline.config.options import pick
 from paceline.errors import ConfigError
 
 _SLABS = ("slab_blocks", "least_blocks", "most_slabs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What follows from a config: sizes that are computed, never configured."""
+
+    num_rows: int  # rows of the row table: a freed row is used again only when the steps before it are done
+    max_blocks_per_row: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Capacity:
+        # A finished row of a padded batch goes on decoding beside the longest one: room for both lengths.
+        longest = config.scheduler.max_model_len * (1 if config.scheduler.mode == "continuous" else 2)
+        return cls(
+            num_rows=config.scheduler.max_num_seqs * (config.depth + 1),
+            max_blocks_per_row=math.ceil(longest / config.kv.block_size) + 1,
+        )
 
 
 def with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:

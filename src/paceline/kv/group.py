@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.engine import GroupSpec, KVConfig
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import NULL_BLOCK
-from paceline.kv.level import Level
+from paceline.kv.block_time import BlockTime
+from paceline.kv.level import Level, PoolMaker, make_order
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
 
@@ -222,3 +224,21 @@ class LayerGroup:
         start = max(int(self.computed_from[row]), int(self.first[row]))
         blocks = self.table[row, start : int(self.held[row])]
         self.device.forget(blocks[blocks != NULL_BLOCK])
+
+
+def make_group(
+    index: int,
+    spec: GroupSpec,
+    config: KVConfig,
+    shape: tuple[int, int],
+    make_pool: PoolMaker,
+    time: BlockTime,
+) -> LayerGroup:
+    """As a config has it."""
+    num_blocks = spec.num_blocks or config.num_blocks
+    device = Level(num_blocks, order=make_order(config, num_blocks, time), make_pool=make_pool)
+    if config.slab_blocks:  # all of them come later
+        device.pool.lose(np.arange(1, num_blocks))
+    group = LayerGroup(index, device, shape)
+    group.window = spec.window
+    return group

@@ -35,13 +35,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import Capacity, GroupSpec, KVConfig
+from paceline.config.engine import KVConfig
+from paceline.config.sized import Capacity
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
-from paceline.kv.group import LayerGroup
+from paceline.kv.group import make_group
 from paceline.kv.held_slabs import HeldSlabs
 from paceline.kv.level import Level, PoolMaker, make_order
 from paceline.kv.swap import Ticket, Tickets
@@ -93,7 +94,7 @@ class KVManager:
         shape = (capacity.num_rows, capacity.max_blocks_per_row)
         self.block_time = BlockTime(capacity.num_rows)
         self.groups = [
-            _make_group(index, spec, config, shape, make_pool, self.block_time)
+            make_group(index, spec, config, shape, make_pool, self.block_time)
             for index, spec in enumerate(config.groups)
         ]
         self.slabs = HeldSlabs(self.groups, config.slab_blocks, config.least_blocks, self._under_way)
@@ -589,20 +590,3 @@ class KVManager:
     def _give_back(self, group: int, blocks: Blocks, seq: int, level: int = 0) -> None:
         if len(blocks):
             self.fences.append(Fence(seq, group, blocks, level))
-
-
-def _make_group(
-    index: int,
-    spec: GroupSpec,
-    config: KVConfig,
-    shape: tuple[int, int],
-    make_pool: PoolMaker,
-    time: BlockTime,
-) -> LayerGroup:
-    num_blocks = spec.num_blocks or config.num_blocks
-    device = Level(num_blocks, order=make_order(config, num_blocks, time), make_pool=make_pool)
-    if config.slab_blocks:  # all of them come later
-        device.pool.lose(np.arange(1, num_blocks))
-    group = LayerGroup(index, device, shape)
-    group.window = spec.window
-    return group

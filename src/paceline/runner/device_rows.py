@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import Capacity, EngineConfig
+from paceline.config.engine import EngineConfig
+from paceline.config.sized import Capacity
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import BlockAppends, BlockCopies, RowCopies, RowJoins, StepPlan
 

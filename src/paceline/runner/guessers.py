@@ -11,11 +11,11 @@ from paceline.config.engine import (
     HEAD_KINDS,
     MADE_ON_LOADING,
     MODEL_METHODS,
-    Capacity,
     DraftConfig,
     EngineConfig,
     ModelConfig,
 )
+from paceline.config.sized import Capacity
 from paceline.errors import ConfigError
 from paceline.models.files.draft_head import HeadFiles, head_kind, open_head
 from paceline.models.files.fetch import resolve

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.events import Forecast, Rule
-from paceline.core.request import Request, RequestState
+from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
 from paceline.core.tree import Tree, TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
     InvalidRequest,
+    InvalidTransition,
     NeverFits,
     PacelineError,
     QueueFull,
@@ -177,3 +178,29 @@ def _objectives(request: Request, forecast: Forecast) -> list[_Objective]:
         what = f"an answer of {forecast.num_output:.0f} tokens"
         found.append(_Objective("deadline_ms", what, wanted.deadline_ms, finish_s, *times))
     return found
+
+
+def check_extension(
+    state: SchedulerState, request: Request, before: int, num_tokens: int, max_tokens: int
+) -> None:
+    """Raise what keeps a request that has `before` tokens from having so many, with room for so many more."""
+    number, is_done = request.id, request.row != NO_ROW and bool(state.rows.done[request.row])
+    waits = request.blocked is not None and request.blocked.reason is not BlockReason.SWAP_IN
+    if waits or is_done:
+        raise InvalidTransition(f"request {number} cannot be extended while it is {request.state.value}")
+    if max_tokens < 1:
+        raise InvalidTransition(
+            f"request {number} has all its tokens: say with max_tokens how many more it may have"
+        )
+    total = num_tokens + max_tokens
+    if total > state.config.max_model_len or not state.kv.can_ever_hold(total):
+        raise NeverFits(
+            f"{num_tokens} tokens and {max_tokens} more do not fit: this model takes {state.config.max_model_len}, "
+            "and the KV cache must hold them",
+            param="max_tokens",
+        )
+    if request.tree is not None:
+        grows = max_tokens - (request.max_total - before)
+        objection = request.tree.objection(0, grows)
+        if objection:
+            raise TreeFull(objection)

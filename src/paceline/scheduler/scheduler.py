@@ -36,12 +36,12 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
-from paceline.errors import InvalidTransition, NeverFits, TreeFull, UnknownRequest
+from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, start_over
-from paceline.scheduler.rejections import Rejection, late_rejection, rejection_of
+from paceline.scheduler.rejections import Rejection, check_extension, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
 from paceline.scheduler.step.pace import expected_budget, make_pace
@@ -210,7 +210,7 @@ class Scheduler:
         num_tokens = self.num_tokens_of(request)
         if max_tokens is None:
             max_tokens = request.max_total - num_tokens
-        self._check_extension(request, num_tokens + len(tokens), max_tokens)
+        check_extension(self.state, request, num_tokens, num_tokens + len(tokens), max_tokens)
         self._input(inputs.Extend(request=request_id, num_tokens=len(tokens), max_tokens=max_tokens))
         state = self.state
         waits = request.id in state.queue
@@ -233,29 +233,6 @@ class Scheduler:
         elif request.state is not RequestState.PAUSED:
             state.let_on(request)
             state.enqueue(request)
-
-    def _check_extension(self, request: Request, num_tokens: int, max_tokens: int) -> None:
-        """Raise what keeps a request from having so many tokens, with room for so many more."""
-        state, number = self.state, request.id
-        waits = request.blocked is not None and request.blocked.reason is not BlockReason.SWAP_IN
-        if waits or self._is_done(request):
-            raise InvalidTransition(f"request {number} cannot be extended while it is {request.state.value}")
-        if max_tokens < 1:
-            raise InvalidTransition(
-                f"request {number} has all its tokens: say with max_tokens how many more it may have"
-            )
-        total = num_tokens + max_tokens
-        if total > state.config.max_model_len or not state.kv.can_ever_hold(total):
-            raise NeverFits(
-                f"{num_tokens} tokens and {max_tokens} more do not fit: this model takes {state.config.max_model_len}, "
-                "and the KV cache must hold them",
-                param="max_tokens",
-            )
-        if request.tree is not None:
-            grows = max_tokens - (request.max_total - self.num_tokens_of(request))
-            objection = request.tree.objection(0, grows)
-            if objection:
-                raise TreeFull(objection)
 
     def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
         state, count = self.state, len(tokens)

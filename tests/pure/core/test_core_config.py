@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config.engine import Capacity, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.config.options import flag_of
+from paceline.config.sized import Capacity
 from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.llm.arguments import split_arguments
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import Capacity, GroupSpec, KVConfig
+from paceline.config.engine import GroupSpec, KVConfig
+from paceline.config.sized import Capacity
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager

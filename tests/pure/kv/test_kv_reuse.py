@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from paceline.config.engine import Capacity, KVConfig
+from paceline.config.engine import KVConfig
+from paceline.config.sized import Capacity
 from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.block_time import BlockTime

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -134,7 +136,7 @@ def test_limits_of_shared_memory_are_refused_where_none_is_shared(monkeypatch: p
     devices = {"a": "cpu", "b": "cpu", "c": "cuda"}
     monkeypatch.setattr(device, "choose_device", lambda model: devices[model.model])
 
-    def shared(*names: str, **limits: int) -> list[SharedMemory | None]:
+    def shared(*names: str, **limits: Any) -> list[SharedMemory | None]:
         return share_memory([(ModelConfig(model=name), {}, ModelShare(**limits)) for name in names], None)
 
     assert shared("a") == shared("c") == [None] and shared("a", "b") == [None, None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from paceline.config.engine import Capacity
+from paceline.config.sized import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import RunWatcher, StepRecorder

@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.config.engine import DraftConfig, PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.config.engine import DraftConfig, EngineConfig, PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.config.sized import weighs_preemption, with_costs, with_drafts
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
+from paceline.runner.sizing import block_seconds
+
+if TYPE_CHECKING:
+    from paceline.runner.gpu.runner import GPURunner
+    from paceline.runner.store_level import StoreLevel
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
 FEWEST = 256  # tokens of prompts a step carries at least
@@ -133,3 +139,26 @@ def _products(num_tokens: int, longest: int) -> float:
     """Pairs of tokens in spans that begin at the beginning of their prompts."""
     number = max(1, num_tokens // longest)
     return number * 0.5 * min(num_tokens, longest) ** 2
+
+
+def measured_config(
+    config: EngineConfig,
+    runner: GPURunner,
+    spec: ModelSpec,
+    item_bytes: int,
+    drafts: DraftConfig | None,
+    store: StoreLevel | None,
+    *,
+    has_pace: bool,
+) -> EngineConfig:
+    """With what depends on the seconds of this card."""
+    if drafts is not None:
+        config = with_drafts(config, measured_drafts(runner, drafts))
+    if has_pace or config.scheduler.has_dial:
+        paced = with_pace(config.scheduler, runner, spec, item_bytes)
+        config = replace(config, scheduler=paced)
+    if weighs_preemption(config):
+        block_s = block_seconds(config, runner.copy_out_and_back)
+        prices = device_preemption_costs(runner, config.scheduler, block_s)
+        config = with_costs(config, prices if store is None else store.with_rates(prices))
+    return config

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.config.engine import Capacity, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.sized import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import (
