@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from paceline.config.server import ObserveConfig, ServerConfig
 from paceline.core.adapter import AdapterInfo
-from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse
+from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, SlabUse
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
 from paceline.process.client import EngineState, EngineStats
@@ -92,6 +92,7 @@ class DescribedEngine:
             dial=DialStatus(),
             cpu=CPUWork(2, {"products": 0.5, "waiting": 0.1}),
             adapters=AdapterStats(running=(1,), resident=1),
+            slabs=SlabUse(2, 3, 8),
             below=(LevelUse("disk", 1, 2, 3, hits=16, stored=2, loaded=1, failed=0, is_off=False),),
         )
 

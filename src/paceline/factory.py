@@ -536,7 +536,8 @@ def _on_gpu(
     config = _engine_config(checkpoint, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    known = (name, torch.__version__, dtype, kv_dtype, model.quantization, _drafting(drafts))
+    scales = sorted(checkpoint.kv_scales.items())
+    known = (name, torch.__version__, dtype, kv_dtype, scales, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
@@ -578,7 +579,10 @@ def share_memory(
     """What each of several models is to know of the memory they share; None: it has its own."""
     from paceline.runner.device import choose_device
 
-    if len(models) < 2 or any(choose_device(model) != "cuda" for model, _, _ in models):
+    devices = {choose_device(model) for model, _, _ in models} if len(models) > 1 else set()
+    if len(devices) > 1:
+        raise ConfigError("models of one server take turns on one device: give all of them the same --device")
+    if devices != {"cuda"}:
         for _, _, share in models:
             if share.kv_floor_bytes or share.kv_ceiling_bytes:
                 raise ConfigError(

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,47 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
     done = run("replay", log, "--output", again)
     assert done.returncode == 0, done.stdout + done.stderr
     assert again.read_bytes() == log.read_bytes() and '["sleep",' in log.read_text()
+
+
+def test_models_with_adapters_and_a_disk_replay_from_a_warm_start(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = spec_of(folders["left"])
+    tuned = [
+        f"{name}={write_adapter(tmp_path / name, adapter_arrays(spec, seed=seed))}"
+        for seed, name in enumerate(("first", "second"), 1)
+    ]
+    adapters = {"enable_lora": True, "lora_modules": ",".join(tuned), "max_loras": 1}
+    logs = {name: tmp_path / f"{name}.jsonl" for name in folders}
+    models = [
+        entry(
+            path,
+            kv_disk_dir=str(tmp_path / f"{path.name}-kv"),
+            kv_disk_size=1 << 24,
+            run_log=str(logs[path.name]),
+            **(adapters if path.name == "left" else {}),
+        )
+        for path in folders.values()
+    ]
+    texts: dict[str, str] = {}
+    for _ in range(2):  # the second finds what the first has written
+        with several(tmp_path, models) as server:
+            asked = ["left", "right", "first", "second"] * 4
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(partial(server.text, prompt=PROMPT * 6), asked))
+            found = dict(zip(asked, answers, strict=True))
+            assert len(set(found.values())) == 4 and found == (texts or found)
+            texts = found
+            server.wait_until(server.is_idle)
+            server.terminate()
+            assert server.process.wait(60) == 0
+    for log in logs.values():
+        assert '"restored"' in log.read_text()
+        again = log.with_suffix(".again")
+        done = run("replay", log, "--output", again)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert again.read_bytes() == log.read_bytes()
+    assert '["adapter",' in logs["left"].read_text()
 
 
 def test_an_idle_model_sleeps_and_one_makes_room_for_another(

@@ -91,8 +91,10 @@ def test_a_warm_start_replays(model: Path, tmp_path: Path) -> None:
     _, found = run(model, tmp_path / "kv", [2, 3, 0, 8], run_log=str(log))
     assert found[0] == 384
     assert '"restored"' in log.read_text()
-    report = replay(read_run_log(log))
+    again = tmp_path / "again.jsonl"
+    report = replay(read_run_log(log), output=again)
     assert report.is_equal, report
+    assert again.read_bytes() == log.read_bytes()
 
 
 def test_what_another_kernel_or_type_has_computed_is_not_found(

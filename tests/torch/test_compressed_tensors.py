@@ -60,10 +60,10 @@ def matrices() -> dict[str, torch.Tensor]:
     """By canonical name; numbers drawn at random where SmolLM2 is not on this machine."""
     path = smollm2_path()
     source = None if path is None or not path.exists() else open_checkpoint(path)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, shape in tensor_names(spec_of(CONFIG)):
         if source is None:
-            values = np.random.default_rng(len(found)).standard_normal(shape).astype(np.float32) / 16
+            values = (np.random.default_rng(len(found)).standard_normal(shape) / 16).astype(np.float32)
         else:
             values = source.tensor(name).to_float32()[tuple(slice(size) for size in shape)]
         found[name] = torch.tensor(values)

@@ -31,10 +31,11 @@ from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage, load_parts
 from paceline.runner.gpu.device_layers import device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
-from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear
+from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear, dense_matrix
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
 from tests.pure.models.quantized_files import FORMATS, WITH_EXPERTS, save, written
+from tests.quantized_helpers import stored_matrix
 from tests.torch.test_gpu_runner_interpreted import CONFIG, UnwarmedRunner
 
 STRETCH = 6.0  # of the layers' weights
@@ -165,6 +166,32 @@ def test_experts_of_files_stay_quantised(name: str, bits: int, tmp_path: Path) -
     weights = layer.experts.weights
     assert (weights.gate_up.bits, weights.down.bits) == (bits, bits)
     assert (weights.gate_up.shape, weights.down.shape) == ((3, 512, 128), (3, 128, 256))
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+def test_matrices_of_gguf_files_stay_in_four_bits(dtype: str) -> None:
+    """Where they have no more; others have 16, and that is noted."""
+    stored = stored_matrix((32, 256), dtype)
+    storage = DeviceStorage(torch.device("cpu"), torch.float32)
+    linear = storage.linear([stored, stored], None)
+    assert isinstance(linear, DenseLinear if dtype == "Q8_0" else GroupedLinear)
+    assert storage.unpacked == ({"Q8_0"} if dtype == "Q8_0" else set())
+    values = torch.from_numpy(np.concatenate([stored.to_float32()] * 2))
+    torch.testing.assert_close(dense_matrix(linear, torch.float32), values, rtol=1e-6, atol=1e-7)
+
+
+def test_what_has_to_be_unpacked_is_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No product takes int8 with more than one scale a row."""
+    model = written("compressed int8")
+    for name, values in list(model.tensors.items()):
+        if name.endswith("weight_scale"):
+            model.tensors[name] = np.repeat(values, 2, axis=1)
+    load_parts(open_checkpoint(save(tmp_path, model)), torch.device("cpu"), torch.float32)
+    assert [record.getMessage() for record in caplog.records] == [
+        "matrices of INT8 have 16 bits on the GPU: no product takes them as they are in the file"
+    ]
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed int8", "gptq"])

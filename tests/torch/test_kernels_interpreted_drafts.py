@@ -35,7 +35,7 @@ def test_earlier_texts_are_found_as_on_the_cpu() -> None:
 
 
 def test_rows_are_found_in_what_they_are_expected_to_say() -> None:
-    cases.check_predictions("cpu", rows=40, vocabulary=12, width=5)
+    cases.check_predictions("cpu", rows=20, vocabulary=12, width=5)
 
 
 def test_what_is_certain_comes_before_other_drafts() -> None:

@@ -3,6 +3,7 @@ that hold them as 4 or 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline import LLM, SamplingParams
+from paceline.cli.main import run as run_command
 from paceline.errors import ConfigError
 from paceline.models.files.open import open_checkpoint
 from paceline.runner.native.arena import kind_of, pack
 from paceline.runner.native.layout import COLUMNS, GROUP, Q4, Q8, panel_bytes
 from tests.pure.models.made import write_folder
-from tests.pure.models.quantized_files import CONFIG, FORMATS, WITH_EXPERTS, save, written
+from tests.pure.models.quantized_files import CONFIG, FORMATS, WITH_EXPERTS, Written, save, written
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 64, "device": "cpu"}
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3]]
@@ -97,3 +99,49 @@ def test_fp8_is_for_gpus(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, CONFIG)
     with pytest.raises(ConfigError, match="--quantization fp8 needs a GPU"):
         LLM(str(folder), quantization="fp8", **OPTIONS)
+
+
+GATE = "model.layers.0.mlp.gate_proj"
+
+
+def zero_scale(model: Written) -> None:
+    model.tensors[f"{GATE}.scales"][0, 0] = 0.0
+
+
+def unknown_kind(model: Written) -> None:
+    model.quantization["quant_method"] = "bitsandbytes"
+
+
+def odd_groups(model: Written) -> None:
+    model.quantization["group_size"] = 96
+
+
+def no_scales(model: Written) -> None:
+    del model.tensors[f"{GATE}.scales"]
+
+
+@pytest.mark.parametrize(
+    "change, options, says",
+    [
+        (zero_scale, (), "gate_proj.scales holds a scale that is zero or not finite"),
+        (no_scales, (), "gate_proj.scales is missing"),
+        (unknown_kind, (), "the method 'bitsandbytes' is not read"),
+        (odd_groups, (), "groups of 96 do not divide the 128 inputs"),
+        (None, ("--quantization", "int8"), "quantised already (INT4); leave it at auto"),
+    ],
+)
+def test_what_is_wrong_ends_a_command_with_one_line(
+    change: Callable[[Written], None] | None,
+    options: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = written("gptq")
+    if change is not None:
+        change(model)
+    folder = save(tmp_path, model)
+    words = ("bench", "throughput", "--workload", "decode-b1", "--device", "cpu", "--model", str(folder))
+    assert run_command([*words, *options]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("paceline: error: ") and printed.count("\n") == 1 and says in printed

@@ -60,6 +60,14 @@ class LevelUse(NamedTuple):
     is_off: bool  # it failed too often
 
 
+class SlabUse(NamedTuple):
+    """Slabs of the memory that models share, where they do: those of one model, and all there are."""
+
+    kv: int = 0
+    weights: int = 0
+    all: int = 0
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""

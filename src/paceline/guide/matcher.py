@@ -29,7 +29,9 @@ LONGEST_REASON = 300
 Masks = NDArray[np.uint32]  # [guides, words]
 _EVERYTHING = 0xFFFFFFFF
 MOST_THREADS = 32
-FEW = 16  # guides of a thread, less than which its waking costs more than it does
+# Waking a thread takes longer than a few masks, and than moving hundreds of guides on.
+FEWEST, FEW = 48, 8  # guides from which on threads are woken for masks, and guides of each
+MANY = 512  # guides that are moved on by threads
 _IS_ERROR, _IS_STOPPED = methodcaller("is_error"), methodcaller("is_stopped")
 _LIMITS = ("ParserTooComplex", "LexerTooComplex")
 TOO_MANY = "Too many items"  # said of a rule that needs itself without end, or of very many
@@ -164,8 +166,9 @@ class GuideBatch:
         self._places: NDArray[np.int64] = np.array(places, np.int64)
         self._others = [(at, guide) for at, guide in enumerate(guides) if type(guide) is not Matcher]
         if threads is None:
-            threads = min(len(places) // FEW, mask_threads())
+            threads = min(len(places) // FEW, mask_threads()) if len(places) >= FEWEST else 1
         self._pool = _pool(threads) if threads > 1 else None
+        self._may_be_over = True  # not known yet
 
     def fill_masks(self, into: Masks) -> None:
         """What each guide allows now, a row each."""
@@ -188,15 +191,20 @@ class GuideBatch:
         for at, guide in self._others:
             guide.consume((tokens.item(at),))
         own: list[int] = tokens[self._places].tolist()
-        if self._pool is None:
+        if self._may_be_over:  # then some tokens are dropped
             for grammar, token in zip(self._grammars, own, strict=True):
                 grammar.consume((token,))
-        elif not all(self._pool.consume_token_par(list(zip(self._matchers, own, strict=True)))):
+        elif own and not self._all_consume(own):
             for grammar in self._grammars:
                 grammar.look()
-        if any(map(_IS_STOPPED, self._matchers)):
-            return True
-        return any(guide.is_over or guide.error for _, guide in self._others)
+        self._may_be_over = any(map(_IS_STOPPED, self._matchers))
+        return self._may_be_over or any(guide.is_over or guide.error for _, guide in self._others)
+
+    def _all_consume(self, tokens: list[int]) -> bool:
+        """Without a call of Python's for each of them."""
+        if self._pool is not None and len(tokens) >= MANY:
+            return all(self._pool.consume_token_par(list(zip(self._matchers, tokens, strict=True))))
+        return all(list(map(type(self._matchers[0]).consume_token, self._matchers, tokens)))
 
 
 @cache

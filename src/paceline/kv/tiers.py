@@ -23,7 +23,9 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
-TOGETHER_SHARE = 4  # of that room is taken before blocks move: many at once cost little more than one
+MORE_SHARE = (
+    4  # once that is short, this part of it more is made: many moves at once cost little more than one
+)
 TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
 FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
 BURST_S = 10.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
@@ -120,9 +122,11 @@ class Tiers:
             for group, part in enumerate(self._kv.levels[above]):
                 reserve = self._reserves[above][group]
                 short = reserve - part.pool.num_empty
-                if short > reserve // TOGETHER_SHARE and len(part.pool.evictable):
+                if short > 0 and len(part.pool.evictable):
+                    short -= self._leaving(above, group)
+                if short > 0 and len(part.pool.evictable):
                     slower = BESIDE_PROMPTS if reads_prompts and not above else 1
-                    self._sink(above, group, short - self._leaving(above, group), slower)
+                    self._sink(above, group, short + reserve // MORE_SHARE, slower)
 
     def _leaving(self, above: int, group: int) -> int:
         """Blocks of a level that will be empty when their copies are done."""

@@ -22,7 +22,7 @@ from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, Q
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
-from paceline.llm.tree import now
+from paceline.llm.tree import FindPattern, now
 
 # Ctrl-C between two steps, never inside one: an engine that is stopped halfway through its books is of no use.
 #
@@ -136,6 +136,7 @@ class TreeInPlace:
         self._front, self._name = front, name
         self.output = output
         self.tokenizer, self.sampling = front.tokenizer, sampling
+        self.find_pattern: FindPattern | None = None
         self.is_lockstep = not front.engine.depth  # no step is computed ahead
 
     async def ask(self, what: str, *args: Any, **options: Any) -> Any:

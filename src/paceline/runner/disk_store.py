@@ -17,7 +17,6 @@ Decision: docs/decisions/0047-the-disk.md.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.core.lock_file import take_lock
 from paceline.core.store import BlockHead
 from paceline.errors import ConfigError
 from paceline.runner.store_key import read_key
@@ -341,17 +341,14 @@ def _take_folder(folder: Path) -> int:
                 f"--kv-disk-dir {folder}: holds other files; give an empty folder, or one that paceline has made"
             )
         folder.chmod(0o700)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = take_lock(folder / "lock")
     except OSError as error:
         raise ConfigError(f"--kv-disk-dir {folder}: cannot be used: {error.strerror or error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
+    if lock is None:
         raise ConfigError(
             f"--kv-disk-dir {folder}: is in use by another server; give each a folder of its own"
-        ) from error
-    return handle
+        )
+    return lock
 
 
 def _own_key(path: Path) -> bytes:

@@ -6,6 +6,7 @@ The bench compares every output with the reference and checks all invariants aft
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -319,6 +320,19 @@ def test_a_load_waits_for_room_rather_than_evict_what_the_host_lacks() -> None:
         bench.run()
     assert counters.cached_tokens - found > 0.95 * 48 * 16 and counters.found_tokens[HOST] > 0.9 * 48 * 16
     assert Rule.MAKING_ROOM in bench.reasons(DecisionKind.DEFER)
+
+
+def test_nothing_is_evicted_before_it_was_copied_though_copies_are_two_steps_late() -> None:
+    """Prompts of many steps, of which each takes a quarter of what the device keeps empty."""
+    config = levels(host=512)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=16))
+    bench = bench_of(config, late_copies=2)
+    for number in range(10):
+        bench.add(prompt(49, number), 2)
+    bench.run()
+    again = [bench.add(prompt(49, number), 2) for number in range(10)]
+    bench.run()
+    assert [num_cached(bench, number) for number in again] == [48] * 10
 
 
 def test_copies_and_loads_are_counted_by_level() -> None:

@@ -21,6 +21,7 @@ RATE_S = 5.0
 CELL_S = 0.5  # of a lane
 PREFILL, DECODE, RECOMPUTE, SWAP = "p", "d", "r", "s"  # what a row did in a cell of its lane
 SHARES = (0.5, 0.9, 0.99)
+IDLE_SHARE = 0.01  # of the time: of a device that computes less, everything is a large part
 LATENCIES = ("ttft", "itl", "e2e")
 LEVEL = ("held", "cached", "places", "hits", "stored", "loaded", "failed", "is_off")
 Message = Mapping[str, Any]
@@ -210,7 +211,8 @@ class ServerPicture:
         before = {model["name"]: model["device_s"] for model in first}
         grown = [model["device_s"] - before.get(model["name"], 0.0) for model in last]
         spent = sum(grown)
-        parts = [seconds / spent if spent > 0 else None for seconds in grown]
+        is_idle = spent <= IDLE_SHARE * self.span_s
+        parts = [None if is_idle else seconds / spent for seconds in grown]
         return [{**model, "part": part} for model, part in zip(last, parts, strict=True)]
 
     def _percentiles(self, name: str) -> dict[str, float | None]:

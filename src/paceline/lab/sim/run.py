@@ -24,7 +24,9 @@ from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
 from paceline.engine.conductor import Conductor, Seat, broken_rules
+from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.errors import EngineFailed, InputError
+from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim.adapters import draw_of_requests
@@ -320,23 +322,58 @@ class Simulation:
             heapq.heappush(self._due, (replica.ready_s, replica.number))
 
 
+SHARED_SLABS = 64  # that the KV of several models is cut into
+
+
 class SharedDevice(Simulation):
-    """One device and several models: a replica for each, with its part of the KV cache. The conductor of a server says
-    whose step is next."""
+    """One device and several models: a replica for each. Slabs of the KV cache go to the model that is short of blocks,
+    as on a GPU; one too small for that is cut by the shares. The conductor of a server says whose step is next."""
 
     def __init__(self, config: SimConfig, *given: Any, **more: Any) -> None:
         super().__init__(config, *given, **more)
         seats = [Seat(config=ModelShare(name=name, share=share)) for name, share in config.models]
         self.conductor = Conductor(seats)
+        self.trade = self._open_trade()
         self._router = ByModel(len(self.workload.tenants))
         self._free_s = 0.0  # when the device has done the step before
 
     def _config_of(self, number: int) -> SimConfig:
         """Steps are not planned ahead: the next one may be another model's."""
-        engine, total = self._config.engine, sum(share for _, share in self._config.models)
-        blocks = max(2, int(engine.kv.num_blocks * self._config.models[number][1] / total))
-        kv = replace(engine.kv, num_blocks=blocks)
+        engine, models = self._config.engine, self._config.models
+        size = max(1, engine.kv.num_blocks // SHARED_SLABS)
+        num_slabs = engine.kv.num_blocks // size
+        longest = -(-engine.scheduler.max_model_len // engine.kv.block_size)
+        floor = -(-(longest + 1) // size)
+        is_plain = engine.scheduler.mode == "continuous" and not any(
+            group.num_blocks for group in engine.kv.groups
+        )
+        if is_plain and floor * len(models) < num_slabs:
+            kv = replace(
+                engine.kv,
+                num_blocks=num_slabs * size,
+                slab_blocks=size,
+                least_blocks=floor * size,
+                most_slabs=num_slabs,
+            )
+        else:
+            part = models[number][1] / sum(share for _, share in models)
+            kv = replace(engine.kv, num_blocks=max(2, int(engine.kv.num_blocks * part)))
         return replace(self._config, engine=replace(engine, kv=kv, depth=0))
+
+    def _open_trade(self) -> SlabTrade | None:
+        engines = [replica.engine for replica in self.replicas]
+        kv = engines[0].scheduler.state.kv
+        if not kv.slab_blocks:
+            return None
+        pool = kv.groups[0].pool
+        num_slabs, floor = pool.num_blocks // kv.slab_blocks, min(kv.least_usable) // kv.slab_blocks
+        owners = [
+            Owner(name=name, share=share, floor=floor, ceiling=num_slabs)
+            for name, share in self._config.models
+        ]
+        trade = SlabTrade(SlabMarket(num_slabs, owners), engines)
+        trade.begin()
+        return trade
 
     def _step_until(self, until_s: float) -> None:
         while True:
@@ -345,6 +382,8 @@ class SharedDevice(Simulation):
             now_s = max(self._free_s, soonest_s)
             if now_s >= until_s:
                 return
+            if self.trade is not None:
+                self.trade.settle()
             chosen = self.conductor.next([ready_s is not None and ready_s <= now_s for ready_s in ready])
             assert chosen is not None, "the soonest is ready"
             replica = self.replicas[chosen]
@@ -354,6 +393,7 @@ class SharedDevice(Simulation):
             self.conductor.charge(chosen, self._free_s - now_s)
             if self._config.check:
                 broken = broken_rules(self.conductor, [each.engine for each in self.replicas])
+                broken += [] if self.trade is None else broken_slabs(self.trade)
                 if broken:
                     name, _, message = broken[0].partition(": ")
                     raise InvariantViolation(name, message)
@@ -367,5 +407,7 @@ class SharedDevice(Simulation):
             config={**found.config, "device_s": spent},
             num_replicas=1,
             max_num_seqs=found.max_num_seqs * len(kvs),
-            kv_total_slots=sum(kv.num_slots for kv in kvs),
+            kv_total_slots=sum(kv.num_slots for kv in kvs)
+            if self.trade is None
+            else self._config.engine.kv.num_blocks * kvs[0].block_size,
         )

@@ -8,6 +8,7 @@ are forks of the token before, which share what it has computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from paceline.core.sampling import MAX_LOGPROBS, SamplingParams
@@ -77,9 +78,9 @@ class Beam(Search):
         num_kept = min(max(2, 1 + len(ends)) * self.width, MAX_LOGPROBS)
         beams = dict.fromkeys(await tree.root.fork(1), 0.0)
         done: list[tuple[float, list[int], str]] = []  # the best `width`
-        spent: set[AsyncBranch] = set()  # beams that were left, until their forks have what they share
+        spent: set[AsyncBranch] = set()  # beams that were left, and have forks
         for length in range(1, tree.max_tokens + 1):
-            await _all_reach(length, beams, tree)
+            await _all_reach(length, beams, spent, tree)
             steps = _likeliest(beams, length, num_kept)
             is_last = length == tree.max_tokens
             for step in steps[: self.width]:
@@ -90,7 +91,7 @@ class Beam(Search):
             going = [] if is_last else [step for step in steps if step.token not in ends][: self.width]
             if not going or self._is_over(done, going[0].score / length**self.length_penalty):
                 break
-            beams, spent = await _go_on(beams, going, spent)
+            beams, spent = await _go_on(beams, going)
         return self.result(tree, [self._candidate(tree, each, ends) for each in done])
 
     def _is_over(self, done: list[tuple[float, list[int], str]], best_possible: float) -> bool:
@@ -106,36 +107,41 @@ class Beam(Search):
         return Candidate(text=text, token_ids=tokens, score=score, finish_reason=reason)
 
 
-async def _all_reach(length: int, beams: dict[AsyncBranch, float], tree: AsyncTree) -> None:
-    """Wait until all beams have so many tokens; those that have failed before are left out."""
+async def _all_reach(
+    length: int, beams: dict[AsyncBranch, float], spent: set[AsyncBranch], tree: AsyncTree
+) -> None:
+    """Wait until all beams have so many tokens; those that have failed before are left out. What they were made of ends
+    behind the next step: by then they share it, or wait for its row."""
     await tree.backend.settled()
     while late := [branch for branch in beams if len(branch.token_ids) < length]:
         for branch in late:
             if branch.state == "ended":
                 del beams[branch]
         await tree.backend.changed()
+        while spent:
+            spent.pop().prune()
 
 
 def _likeliest(beams: dict[AsyncBranch, float], length: int, count: int) -> list[_Step]:
-    steps = []
+    steps: list[tuple[float, AsyncBranch, int]] = []
     for branch, score in beams.items():
         known = branch.output.logprobs
         assert known, "a beam has the logprobs of its tokens"
-        found = known[length - 1].items()
-        steps += [_Step(score + each.logprob, branch, token, length) for token, each in found]
-    return sorted(steps, key=lambda step: -step.score)[:count]
+        steps += [(score + each.logprob, branch, token) for token, each in known[length - 1].items()]
+    steps.sort(key=itemgetter(0), reverse=True)
+    return [_Step(*step, length) for step in steps[:count]]
 
 
 async def _go_on(
-    beams: dict[AsyncBranch, float], going: list[_Step], spent: set[AsyncBranch]
+    beams: dict[AsyncBranch, float], going: list[_Step]
 ) -> tuple[dict[AsyncBranch, float], set[AsyncBranch]]:
-    """The branches of the next place with their scores, and those that are not needed behind it."""
+    """The branches of the next place with their scores, and others that some of them were made of."""
     following = {step.branch: step.score for step in going if step.is_own}
     for step in going:
         if not step.is_own:
             (made,) = await step.branch.fork(1, at=step.length - 1, append=[step.token])
             following[made] = step.score
     parents = {step.branch for step in going}
-    for branch in spent | (beams.keys() - following.keys() - parents):
+    for branch in beams.keys() - following.keys() - parents:
         branch.prune()
     return following, parents - following.keys()

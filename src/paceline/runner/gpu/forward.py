@@ -118,6 +118,7 @@ class DeviceDecoder:
             or spec.experts
             or spec.activation != "silu"
         )
+        self._reads_head_at_once = self._is_plain or bool(sizes)
         scaled = _scaled_dtype(self._layers)
         # Eight bits of a large model are read faster by matrix instructions than norms are saved.
         self._joins_norms = self._is_plain and (scaled is None or spec.hidden_size < _WIDE)
@@ -229,7 +230,7 @@ class DeviceDecoder:
             torch.index_select(hidden, 0, which, out=chosen)
             hidden = chosen
         out = self._logits[: len(hidden)]
-        if len(hidden) == 1 and self._is_plain:
+        if len(hidden) == 1 and self._reads_head_at_once:
             row_product(out[0], hidden[0], self._head.weight)
             return out
         return self._times(hidden, self._head, self._logits)

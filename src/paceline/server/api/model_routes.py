@@ -51,7 +51,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def show(call: Call) -> Answer:
-        service = service_named(services, call.path["id"])
+        service = service_named(services, call.path["id"], call.caller)
         name = checked_model(call.path["id"], service.facts)
         check_caller(call.caller, name, service.facts)
         return Answer(body=msgspec.json.encode(_card(name, service)))
@@ -94,7 +94,7 @@ LOOK_S = 0.02
 
 def sleep_routes(services: Sequence[Service]) -> list[Route]:
     def service_of(call: Call) -> Service:
-        return service_named(services, call.path["id"]) if "id" in call.path else services[0]
+        return service_named(services, call.path["id"], call.caller) if "id" in call.path else services[0]
 
     async def sleep(call: Call) -> Answer:
         service = service_of(call)
@@ -171,7 +171,7 @@ def adapter_routes(services: Sequence[Service]) -> list[Route]:
 
     async def load(call: Call) -> Answer:
         model = read_query(call.query, ("model",)).get("model")
-        service = services[0] if model is None else service_named(services, model)
+        service = services[0] if model is None else service_named(services, model, call.caller)
         root = folder_of_adapters(service)
         given = LOAD_FIELDS.read(call.body, strict=True).fields
         name, path = given["lora_name"], given["lora_path"]

@@ -271,6 +271,7 @@ def _turns(model: WatchedModel) -> dict[str, Any]:
         "device_s": stats.busy_s,
         "running": stats.running,
         "waiting": stats.waiting,
+        "slabs": stats.slabs,
     }
 
 

@@ -6,6 +6,7 @@ import pytest
 from paceline.cli.sim.run import parse_models
 from paceline.errors import InputError
 from paceline.lab.report.run_record import FINISHED
+from paceline.lab.sim import run
 from paceline.lab.sim.run import SharedDevice, simulate
 from tests.pure.lab.sim.sim_helpers import make_workload, random_workload, sim_config, small_engine
 
@@ -56,3 +57,26 @@ def test_models_that_are_not_understood(text: str) -> None:
     with pytest.raises(InputError, match="--models"):
         parse_models(text)
     assert parse_models("") == () and parse_models("a:1,b:c:2") == (("a", 1.0), ("b:c", 2.0))
+
+
+def test_blocks_go_to_the_model_that_has_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other the models need more than half of the blocks."""
+    peaks = sorted((20.0 * model + 0.001 * index, model) for model in range(2) for index in range(40))
+    tenant = [model for _, model in peaks]
+    workload = make_workload([time_s for time_s, _ in peaks], prompt=40, output=40, tenant=tenant)
+    engine = small_engine(num_blocks=96, max_model_len=96)
+    config = sim_config(engine, num_replicas=2, models=(("a", 1.0), ("b", 1.0)), check=True)
+    worst_s = []
+    for slabs in (
+        run.SHARED_SLABS,
+        1,
+    ):  # of one slab, no model could have a part: the pool is cut by the shares
+        monkeypatch.setattr(run, "SHARED_SLABS", slabs)
+        simulation = SharedDevice(config, workload)
+        simulation.run()
+        record = simulation.record("peaks")
+        assert (record.outcome == FINISHED).all()
+        assert (simulation.trade is None) == (slabs == 1)
+        assert simulation.trade is None or simulation.trade.num_reclaimed > 10
+        worst_s.append((record.first_token_s - record.arrival_s).max())
+    assert worst_s[0] < 0.8 * worst_s[1]

@@ -17,17 +17,3 @@ def wait_and_announce(OVERLAPPED: tl.constexpr):
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the cache lines at `pointers` before waiting: weights that no kernel writes come from memory while the
-    kernel before still runs."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -17,7 +17,6 @@ It must not know the layer; how a shape is cut is a table in this file, never a 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.overlap import prefetch, wait_and_announce
+from paceline.runner.gpu.kernels.overlap import wait_and_announce
 from paceline.runner.gpu.kernels.skinny_product import (
     MAX_ROWS,
     ProductTuning,
@@ -37,10 +36,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
 COLUMNS_TOGETHER = 16
 MAX_PACKED_ROWS = 512  # more are faster with the matrix unpacked
 _FEWEST_ROWS = 8  # of a matrix instruction
-_LINE_WORDS = tl.constexpr(64)  # of a line of the cache, 128 bytes
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_AHEAD_ROWS = 16  # up to here there is time while others compute
-_MOST_AHEAD = int(os.environ.get("PACELINE_AHEAD", "256"))
 _PAIRS = {2: torch.int32, 4: torch.int64}  # a scale and an offset of so many bytes each, as one number
 
 
@@ -83,12 +79,17 @@ def packed_tuning(
     if rows > MAX_ROWS and columns % 128 == 0:
         parts = fitting_parts(2, inner, step) if may_split else 1
         return ProductTuning(columns=128, inner=step, rows=128, parts=parts, num_warps=8, num_stages=3)
-    stages = 4 if gated or rows > 32 else 5 if rows > 8 else 8
+    tile, warps = fitting_tile(columns), 4
+    if rows <= _FEWEST_ROWS:
+        tile = tile if gated else min(tile, 32)  # more programs
+        warps = tile // COLUMNS_TOGETHER
     return ProductTuning(
-        columns=fitting_tile(columns),
+        columns=tile,
         inner=step,
         parts=fitting_parts(4, inner, step) if may_split else 1,
-        num_stages=3 if gated and rows > 32 else stages,
+        num_warps=warps,
+        num_stages=(3 if rows > 32 else 4) if gated else 4 if rows > 32 else 5 if rows > _FEWEST_ROWS else 8,
+        fewest_rows=_FEWEST_ROWS,
     )
 
 
@@ -115,18 +116,10 @@ def packed_product(
         tuning=tuning,
         gated=gated,
         overlapped=overlapped,
-        fewest_rows=_FEWEST_ROWS,
         GROUP=weight.group,
         QUARTER=weight.quarter,
         TOGETHER=COLUMNS_TOGETHER,
-        AHEAD=_lines_ahead(x.shape, weight, tuning),
     )
-
-
-def _lines_ahead(x: torch.Size, weight: PackedWeight, tuning: ProductTuning) -> int:
-    """Lines of sixteen columns that a program asks for before it waits: all of them, as far as they are few."""
-    lines = x[1] // tuning.parts * COLUMNS_TOGETHER // 2 // 128
-    return min(_MOST_AHEAD, 1 << (lines.bit_length() - 1)) if x[0] <= _AHEAD_ROWS else 0
 
 
 def as_numbers(pairs: Tensor) -> Tensor:
@@ -150,7 +143,6 @@ def _packed_kernel(
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     TOTAL: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCK: tl.constexpr = 4 * QUARTER
@@ -163,15 +155,6 @@ def _packed_kernel(
     x_at = x + row[:, None] * INNER + tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
-    if OVERLAPPED and AHEAD > 0:
-        # The first words of the program's columns, which lie together by sixteen.
-        line = tl.arange(0, AHEAD) * _LINE_WORDS
-        first = tl.program_id(0) * (TILE // TOGETHER) + tl.arange(0, TILE // TOGETHER)
-        ahead = weight + first.to(tl.int64)[:, None] * (TOGETHER * INNER // 4)
-        ahead += part * BLOCKS * (TOGETHER * QUARTER) + line[None, :]
-        prefetch(ahead)
-        if GATED:
-            prefetch(ahead + COLUMNS * (INNER // 4))
     wait_and_announce(OVERLAPPED)
     for block in range(part * BLOCKS, (part + 1) * BLOCKS):
         xs = tl.trans(tl.load(x_at + block * BLOCK, mask=(row < rows)[:, None], other=0.0))

@@ -37,7 +37,8 @@ class ProductTuning:
     parts: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    rows: int = MAX_ROWS  # per program
+    rows: int = MAX_ROWS  # per program, at most
+    fewest_rows: int = _FEWEST_ROWS  # and at least
     # False: it runs so long that programs which start early only take places from those they wait for.
     starts_early: bool = True
 
@@ -121,7 +122,6 @@ def launch_product(
     tuning: ProductTuning,
     gated: bool,
     overlapped: bool,
-    fewest_rows: int = _FEWEST_ROWS,
     **constants: Any,
 ) -> None:
     """A product as `tuning` cuts it, of `sizes` rows, inner entries and rows of the matrix; `constants` of the kernel
@@ -132,7 +132,7 @@ def launch_product(
     assert out.is_contiguous() and all(each.is_contiguous() for each in inputs)
     assert tuning.parts == 1 or not gated
     overlapped = overlapped and tuning.starts_early
-    row_tile = min(tuning.rows, max(fewest_rows, triton.next_power_of_2(rows)))
+    row_tile = min(tuning.rows, max(tuning.fewest_rows, triton.next_power_of_2(rows)))
     kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
         out,
         *inputs,

@@ -3,13 +3,16 @@
 import { element } from "./dom.js";
 import { percent } from "./figures.js";
 
+const IDLE = 0.01; // of the time: of a device that computes less, everything is a large share
+const COLOURS = ["decode", "prefill", "finish", "swap", "shared"]; // of the owners of slabs
+
 const count = (number) => number.toLocaleString("en");
 const named = (names, all) => names.join(", ") + (all > names.length ? ` and ${count(all - names.length)} more` : "");
 
 export class Sharing {
   constructor(place, chosen) {
     Object.assign(this, { place, chosen, lines: new Map() });
-    [this.models, this.adapters] = ["models", "adapters"].map((name) => place.querySelector(`#${name}`));
+    [this.models, this.slabs, this.adapters] = ["models", "slabs", "adapters"].map((name) => place.querySelector(`#${name}`));
   }
 
   draw(figures) {
@@ -17,9 +20,24 @@ export class Sharing {
     this.place.hidden = !models.length && !adapters;
     const all = models.reduce((sum, each) => sum + each.share, 0);
     const grown = models.map((_, place) => figures.growth((each) => each.server.models?.[place]?.device_s ?? 0).by);
-    const spent = grown.reduce((sum, each) => sum + each, 0);
-    models.forEach((model, place) => this.line(model, place).show(model, model.share / all, spent > 0 ? grown[place] / spent : null));
+    const spent = grown.reduce((sum, each) => sum + each, 0), isIdle = spent <= IDLE * figures.growth(() => 0).seconds;
+    models.forEach((model, place) => this.line(model, place).show(model, model.share / all, isIdle ? null : grown[place] / spent));
+    this.drawSlabs(models);
     this.adapters.textContent = adapters ? adapterWords(adapters).join(" · ") : "";
+  }
+
+  // Memory that models share: a part for the KV and one for the weights of each, the rest is free.
+  drawSlabs(models) {
+    const all = models[0]?.slabs[2] ?? 0;
+    this.slabs.hidden = !all;
+    if (!all) return;
+    const parts = models.flatMap(({ name, slabs: [kv, weights] }, place) => [
+      { name: `${name}: weights`, slabs: weights, colour: COLOURS[place % COLOURS.length], pale: true },
+      { name: `${name}: KV`, slabs: kv, colour: COLOURS[place % COLOURS.length] },
+    ]);
+    parts.push({ name: "free", slabs: all - parts.reduce((sum, part) => sum + part.slabs, 0), colour: "free" });
+    const shown = parts.filter((part) => part.slabs > 0);
+    this.slabs.replaceChildren(...shown.map((part) => slabPart(part, all)));
   }
 
   // Lines stay the same elements, so that a click between two messages is not lost.
@@ -49,6 +67,13 @@ class ModelLine {
     const times = `${lately}, share ${percent(share)} · ${model.device_s.toFixed(1)} s in all`;
     this.words.textContent = `${times} · ${count(model.running)} running, ${count(model.waiting)} waiting`;
   }
+}
+
+function slabPart({ name, slabs, colour, pale }, all) {
+  const made = element("i", { class: colour + (pale ? " pale" : ""), title: `${name}: ${count(slabs)} of ${count(all)} slabs` });
+  made.style.setProperty("--part", percentOf(slabs / all));
+  if (slabs / all > 0.08) made.textContent = `${name} ${count(slabs)}`;
+  return made;
 }
 
 const percentOf = (part) => `${100 * part}%`;
