@@ -66,6 +66,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
+from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, EMPTY, STOPPED, DraftTally, Pending, StepPlan, StepResult
 from paceline.core.sampling import SamplingParams
@@ -162,7 +163,10 @@ def _tickets(plan: StepPlan) -> NDArray[np.int32]:
     found = [
         part.ticket for part in (plan.swap_out, plan.swap_in, plan.store, plan.fetch) if len(part.ticket)
     ]
-    return np.unique(np.concatenate(found)) if found else EMPTY
+    if not found:
+        return EMPTY
+    tickets = np.concatenate(found)
+    return tickets[np.flatnonzero(np.diff(tickets, prepend=-1))]  # each is one run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +193,7 @@ class Load:
         kv: KVConfig,
         costs: PreemptionCosts | None = None,
         drafts: int = 0,
+        clock: ManualClock | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(
@@ -204,7 +209,8 @@ class Load:
             **options,
         )
         self.runner = NoOpRunner(Capacity.of(config).num_rows, drafts)
-        self.engine = build_engine(config, self.runner)
+        self.clock = clock or ManualClock()  # of the engine, if it is given
+        self.engine = build_engine(config, self.runner, clock=clock)
         self._sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self._random = np.random.default_rng(0)
         self.add(num_rows)

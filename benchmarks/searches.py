@@ -28,7 +28,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.structure import Structure
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.search import SearchResult, make_search
-from paceline.llm.tree import AsyncTree, now
+from paceline.llm.tree import AsyncTree, FindPattern, now
 from paceline.text.tokenizer import Tokenizer
 
 bench = Benchmark(__doc__)
@@ -69,6 +69,7 @@ class Recorded:
     """The backend of a tree whose branches say what was recorded, each after as many steps as it has tokens."""
 
     tokenizer: Tokenizer | None = None
+    find_pattern: FindPattern | None = None
 
     def __init__(self, said: list[Said]) -> None:
         self.sampling = SamplingParams()

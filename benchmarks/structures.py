@@ -6,8 +6,12 @@ takes for each, in one process.
 
 *masks*: the time of a mask on one core. Answers of random allowed tokens follow some of the same schemas.
 
+*together*: milliseconds in which guides of a batch are moved on and asked, by the number of threads; 1: without a pool.
+All stand in a string of the same schema, and the threads have slept before, as they have beside a GPU.
+
     python -m benchmarks.structures check [--release v1.31.0]
     python -m benchmarks.structures masks [--model FOLDER|FILE] [--schemas 40] [--tokens 100]
+    python -m benchmarks.structures together [--shape qwen3-0.6b] [--rows 16,64,256] [--threads 1,2,4,8,14]
 """
 
 from __future__ import annotations
@@ -15,19 +19,22 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Benchmark, Found, Given, flag
+from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, row, table
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex
 from paceline.guide.check import verdict_of
 from paceline.guide.grammar import grammar_of
-from paceline.guide.matcher import GrammarCompiler
+from paceline.guide.matcher import GrammarCompiler, GuideBatch
+from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
 from paceline.models.files.fetch import resolve
 from paceline.models.files.open import open_checkpoint
 from paceline.text.tokenizer import Tokenizer
@@ -120,6 +127,53 @@ def masks(given: Given) -> Found:
     }
     print("{masks} masks, us: mean {mean_us:.0f}, p50 {p50_us:.0f}, p99 {p99_us:.0f}".format(**found))
     return {"vocabulary": len(vocabulary.bytes_of), **found}
+
+
+ROUNDS, REST_S = 60, 0.001
+LIST = {"type": "array", "minItems": 200, "items": {"type": "string"}}
+
+
+@bench.part(
+    flag("--shape", "qwen3-0.6b", "whose vocabulary", choices=tuple(SHAPES)),
+    flag("--rows", "16,64,256"),
+    flag("--threads", "1,2,4,8,14"),
+)
+def together(given: Given) -> Found:
+    """The time of a batch of guides, by the number of threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(given.shape, Path(folder))
+        write_tokenizer(given.shape, Path(folder))
+        tokenizer = Tokenizer.from_checkpoint(open_checkpoint(Path(folder), load_format="dummy"))
+    vocabulary = vocabulary_of(tokenizer)
+    compiler, grammar = GrammarCompiler(vocabulary), grammar_of(Structure.of({"json": LIST}), lambda _: None)
+    originals = [compiler.compile(grammar) for _ in range(16)]
+    for original in originals:
+        original.consume(vocabulary.encode('["a'))
+    (letter,) = vocabulary.encode("a")
+    found: Found = {}
+    table("rows", "threads", "moved on, ms", "asked, ms")
+    for rows in map(int, given.rows.split(",")):
+        guides = [originals[number % 16].copy() for number in range(rows)]
+        masks = np.zeros((rows, vocabulary.num_words), np.uint32)
+        tokens = np.full(rows, letter, np.int32)
+        for threads in map(int, given.threads.split(",")):
+            batch = GuideBatch(guides, threads)
+            works: dict[str, Callable[[], object]] = {
+                "moved": partial(batch.consume, tokens),
+                "asked": partial(batch.fill_masks, masks),
+            }
+            taken = in_turns({name: partial(_after_rest_s, work) for name, work in works.items()}, ROUNDS)
+            figures = [1e3 * statistics.median(seconds) for seconds in taken.values()]
+            found[f"{rows} rows, {threads} threads"] = figures
+            row(rows, threads, *figures)
+    return found
+
+
+def _after_rest_s(work: Callable[[], object]) -> float:
+    time.sleep(REST_S)
+    begun_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begun_s
 
 
 if __name__ == "__main__":

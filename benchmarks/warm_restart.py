@@ -40,7 +40,7 @@ from benchmarks.harness import (
     table,
 )
 from paceline.core.plan import Moves, StepPlan
-from paceline.core.store import BlockHead
+from paceline.core.request import BlockKey
 from paceline.runner.disk_store import HEADER, RECORD, DiskStore
 from paceline.runner.stores import Bytes, StoreThreads
 
@@ -199,13 +199,17 @@ def through_threads(folder: Path) -> tuple[float, float]:
 
 
 def moves(ticket: int, first: int, host: int) -> Moves:
-    heads = tuple(BlockHead(number.to_bytes(32, "big"), bytes(16)) for number in range(first, first + 16))
+    keys = tuple(
+        BlockKey(key=number.to_bytes(32, "big"), payload=b"", check=bytes(16))
+        for number in range(first, first + 16)
+    )
     return Moves(
         ticket=np.full(16, ticket, np.int32),
         group=np.zeros(16, np.int32),
         host=np.arange(host, host + 16, dtype=np.int32),
         disk=np.arange(first, first + 16, dtype=np.int32),
-        heads=heads,
+        contents=keys,
+        uses_left=(0,) * 16,
     )
 
 

@@ -30,12 +30,12 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Folders with the longest groups come first, short tests last: they fill the workers up to the end.
-FIRST, LAST = ("soak", "browser", "mutants", "torch", "native"), "pure"
+# Folders with the longest groups come first. Mutants, each alone, and short tests fill the workers up to the end.
+ORDER = ("soak", "browser", "e2e", "torch", "native", "mutants", "pure")
 PARITY = re.compile(r"tests/torch/test_parity_engine\.py::\w+\[(?:native )?([\w-]+?)(?:-torch|-native)?[:\]]")
 
 
-# Minutes each, and share nothing with the tests of their file.
+# A minute each, and share nothing with the tests of their file: they begin first.
 ALONE = (
     "test_many_random_steps_find_nothing",
     "test_many_steps_that_yield_keep_their_bits",
@@ -68,7 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
+        if item.name in ALONE:
+            return -1
         folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        return FIRST.index(folder) if folder in FIRST else len(FIRST) + (folder == LAST)
+        return ORDER.index(folder) if folder in ORDER else 0
 
     items.sort(key=place)

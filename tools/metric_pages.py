@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from paceline.config.server import ObserveConfig, ServerConfig
 from paceline.core.adapter import AdapterInfo
-from paceline.core.counters import AdapterStats, Counters, CPUWork
+from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, SlabUse
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
 from paceline.process.client import EngineState, EngineStats
@@ -34,7 +34,9 @@ VLLM = frozenset(
     {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config"),
         *(
+            "engine_sleep_state",
             "lora_requests_info",
+            "prompt_tokens_by_source",
             "num_preemptions",
             "prompt_tokens",
             "prompt_tokens_cached",
@@ -90,6 +92,8 @@ class DescribedEngine:
             dial=DialStatus(),
             cpu=CPUWork(2, {"products": 0.5, "waiting": 0.1}),
             adapters=AdapterStats(running=(1,), resident=1),
+            slabs=SlabUse(2, 3, 8),
+            below=(LevelUse("disk", 1, 2, 3, hits=16, stored=2, loaded=1, failed=0, is_off=False),),
         )
 
 

@@ -238,7 +238,7 @@ CUTS = [
         expand_warps=expand,
     )
     for (inner, stages), (columns, expand), share, warps in product(
-        ((128, 4), (256, 3), (256, 4)), ((128, 4), (256, 4), (512, 4), (512, 8)), (512, 1024, 2048), (2, 4)
+        ((256, 4),), ((256, 4), (512, 4), (512, 8), (1024, 8)), (512, 1024), (2, 4)
     )
 ]
 # Inner entries, and columns of each part, of the products of a layer of 8B.

@@ -9,6 +9,8 @@ at scattered ones, then a decode step of 64 rows alone and beside copies that ne
 the engine alone, and through `LLM.generate`, which makes objects of them.
 *shared*: decode steps of branches with the beginnings they share computed once, and for each row, in turns: 64 branches
 of one prompt of 8,000 tokens, 8 branches of each of 32 prompts of 2,000 tokens.
+*guided*: decode steps of rows that all follow one JSON schema, against steps of free rows, and what the host
+does in the time of each.
 *branches*: from the fork of a running answer behind 8,000 tokens into 64 until every branch has its first token, and
 milliseconds per token of a beam of 4.
 
@@ -16,6 +18,7 @@ milliseconds per token of a beam of 4.
     python -m benchmarks.gpu.engine swap
     python -m benchmarks.gpu.engine logprobs [--shape llama-3.1-8b] [--rows 64]
     python -m benchmarks.gpu.engine shared [--shape llama-3.1-8b]
+    python -m benchmarks.gpu.engine guided [--shape qwen3-0.6b] [--rows 256]
     python -m benchmarks.gpu.engine branches [--shape llama-3.1-8b]
 """
 
@@ -41,10 +44,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, no_garbage_collection, row, table
 from paceline import LLM, SamplingParams
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.lab.bench.shapes import SHAPES, write_shape
+from paceline.core.structure import Structure
+from paceline.guide.matcher import GuideBatch
+from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
 from paceline.runner.gpu import host_rows
-from paceline.runner.gpu.device_queue import DeviceQueue
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kv_pools import SwapPool
+from paceline.runner.gpu.pending import GPUPending
+from paceline.runner.gpu.runner import GPURunner
 
 bench = Benchmark(__doc__)
 
@@ -326,6 +333,91 @@ def shared(given: Given) -> Found:
     host_rows.LEAST_SPARED = enough
     return found
 
+
+# -- guides ----------------------------------------------------------------------------------------------------
+
+WORDS: Found = {"type": "string"}
+OBJECT = {"type": "object", "properties": {"name": WORDS, "notes": WORDS}, "required": ["name", "notes"]}
+GUIDED = Structure.of({"json": {"type": "array", "minItems": 200, "items": OBJECT}})
+
+
+class HostTimes:
+    """Seconds of the host by what it does, each without what it calls of the others."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner_s = [0.0]  # of what is under way, the seconds of what it has called
+
+    @contextmanager
+    def of(self, works: Mapping[str, tuple[Any, str]]) -> Iterator[None]:
+        """Inside, calls of these methods or functions are timed: by name, the owner and its attribute."""
+        before = [(owner, name, getattr(owner, name)) for owner, name in works.values()]
+        for label, (owner, name, call) in zip(works, before, strict=True):
+            setattr(owner, name, self._timed(label, call))
+        try:
+            yield
+        finally:
+            for owner, name, call in before:
+                setattr(owner, name, call)
+
+    def _timed(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            self._inner_s.append(0.0)
+            started_s = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                taken_s = time.perf_counter() - started_s
+                self.seconds[label] = self.seconds.get(label, 0.0) + taken_s - self._inner_s.pop()
+                self._inner_s[-1] += taken_s
+
+        return timed
+
+
+@bench.part(
+    flag("--shape", "qwen3-0.6b", choices=tuple(SHAPES)), flag("--rows", 256), TOKENS_FLAG, ROUNDS_FLAG
+)
+def guided(given: Given) -> Found:
+    """Steps of rows under a schema against steps of free rows, and the host's part of each, in milliseconds."""
+    found: Found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**write_shape(given.shape, Path(folder)), "skip_tokenizer_init": False}
+        write_tokenizer(given.shape, Path(folder))
+        llm = LLM(**options | {"speculative_config": "off"})
+    engine = llm.loaded.engine
+    prompts = random_prompts(llm, given.rows, PROMPT_TOKENS)
+    free = replace(DRAWN, max_tokens=given.tokens)
+    works = {"free": free, "guided": replace(free, structured_outputs=GUIDED, ignore_eos=False)}
+    parts = {
+        "waits for the device": (Mark, "wait"),
+        "reads results": (GPUPending, "wait"),
+        "updates": (engine.scheduler, "update"),
+        "moves guides on": (engine.guides, "advance"),
+        "plans": (engine.scheduler, "schedule"),
+        "makes masks": (GuideBatch, "fill_masks"),
+        "launches draws": (GPUPending, "supply"),
+        "launches steps": (GPURunner, "submit"),
+        "finds guides of rows": (engine.guides, "of_rows"),
+        "all else": (engine, "step_overlapped"),
+    }
+    for sampling in works.values():  # compiles the schema, several times
+        step_ms(llm, prompts, sampling)
+    table("shape", "rows", "kind", "step, ms", *parts)
+    for kind, sampling in works.items():
+        steps_ms = [step_ms(llm, prompts, sampling) for _ in range(given.rounds)]
+        times, before = HostTimes(), engine.num_submitted
+        with times.of(parts):
+            for _ in range(given.rounds):
+                step_ms(llm, prompts, sampling)
+        number = engine.num_submitted - before
+        host_ms = {label: 1e3 * times.seconds.get(label, 0.0) / number for label in parts}
+        found[kind] = {"step_ms": statistics.median(steps_ms), "host_ms": host_ms}
+        row(given.shape, given.rows, kind, found[kind]["step_ms"], *host_ms.values())
+    llm.shutdown()
+    return found
+
+
+# -- branches --------------------------------------------------------------------------------------------------
 
 FORKS, PARENT_TOKENS, BEAM = 64, 8000, 4
 

@@ -194,13 +194,16 @@ def decode_steps(card: Card, given: Given, found: Found, pinning: list[float]) -
         """One plan's copies behind the other's."""
 
         def copy() -> None:
-            if out and len(swap_pool._out.under_way) < UNDER_WAY:
-                swap_pool.swap(copies, NO_SWAPS)
-            if back and len(swap_pool._back.under_way) < UNDER_WAY:
-                swap_pool.swap(NO_SWAPS, copies)
+            asked = [
+                copies if wanted and lane.num_open < UNDER_WAY else NO_SWAPS
+                for wanted, lane in ((out, swap_pool._out), (back, swap_pool._back))
+            ]
+            asked_blocks.append(sum(len(each.block) for each in asked))
+            swap_pool.swap(*asked)
 
         return copy
 
+    asked_blocks: list[int] = []  # in each step
     card.forget()
     pool = card.state.kv.groups[0].pool
     blocks = pool.allocate(min(BESIDE, pool.usable // 2))  # that no row uses
@@ -209,13 +212,18 @@ def decode_steps(card: Card, given: Given, found: Found, pinning: list[float]) -
     copies = Swaps(ticket=zeros, group=zeros, block=blocks.astype(np.int32), place=places)
     alone: list[float] = []
     beside: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     with card.without_level():
         for _ in range(given.rounds):
             alone += card.decode_ms()
             for name, ways in {"out": (True, False), "in": (False, True), "both ways": (True, True)}.items():
                 busy = keep_busy(copies, out=ways[0], back=ways[1])
+                asked_blocks.clear()
+                started_s = time.perf_counter()
                 beside.setdefault(name, []).extend(card.decode_ms(busy))
                 card.runner._queue.drain()
+                copied = sum(asked_blocks) * sum(group[0].nbytes for group in card.runner.host_places.tensors)
+                rates.setdefault(name, []).append(copied / (time.perf_counter() - started_s) / 1e9)
                 swap_pool.forget()
     pool.release(blocks)
     median = statistics.median(alone)
@@ -224,6 +232,8 @@ def decode_steps(card: Card, given: Given, found: Found, pinning: list[float]) -
     for name, taken in beside.items():
         found[f"decode step beside copies {name}"] = statistics.median(taken) / median
         row(f"decode step beside copies {name}", "times", found[f"decode step beside copies {name}"], "1.12")
+        found[f"copies {name} beside decode steps, GB/s"] = statistics.median(rates[name])
+        row(f"copies {name} beside decode steps", "GB/s", statistics.median(rates[name]), "")
     if pinning:
         found["decode step beside pinning, p50"] = statistics.median(pinning) / median
         found["decode step beside pinning, p99"] = float(np.percentile(pinning, 99)) / median

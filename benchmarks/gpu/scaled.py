@@ -9,6 +9,7 @@ the source choose, torch's product of the same type and cuBLAS with 16 bits. The
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -20,7 +21,13 @@ from benchmarks.gpu.cases import BF16, normal
 from benchmarks.harness import Benchmark, Found, Given, flag, row, table
 from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.kernels.gated_product import gated_product, gated_rows
-from paceline.runner.gpu.kernels.packed_product import PackedWeight, packed_product, packed_tuning, unpack
+from paceline.runner.gpu.kernels.packed_product import (
+    MAX_PACKED_ROWS,
+    PackedWeight,
+    packed_product,
+    packed_tuning,
+    unpack,
+)
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
@@ -105,21 +112,22 @@ class Layer:
 
 
 def four_bits(layer: Layer, rows: int) -> Iterator[Variant]:
-    """Ways to make a product with weights of four bits; from 65 rows on the matrix is unpacked."""
+    """Ways to make a product with weights of four bits: as they are, or unpacked."""
     x = normal(rows, layer.inner)
     wide = normal(rows, layer.packed[0].shape[0])
     dense = torch.empty_like(layer.dense[0])
-    if rows <= MAX_ROWS:
-        shape = (rows, layer.columns, layer.inner)
-        chosen = packed_tuning(*shape, narrow=layer.narrow)
-        for columns, warps, stages, parts in product((64, 128), (4, 8), (4, 6, 8, 10), (1, 2, 4)):
-            if warps * 16 <= columns and (parts == 1 or layer.narrow):
-                tuning = ProductTuning(
-                    columns=columns, inner=128, parts=parts, num_warps=warps, num_stages=stages
+    if rows <= MAX_PACKED_ROWS:
+        chosen = packed_tuning(rows, layer.columns, layer.inner, narrow=layer.narrow, gated=layer.gated)
+        tiles = ((32, 2), (64, 4)) if rows <= MAX_ROWS else ((64, 4), (128, 8))
+        stages = (3, 4, 6, 8) if rows <= MAX_ROWS else (2, 3)
+        for (columns, warps), staged, parts in product(tiles, stages, (1, 2, 4)):
+            if parts == 1 or layer.narrow:
+                tuning = replace(
+                    chosen, columns=columns, num_warps=warps, num_stages=staged, parts=parts, fewest_rows=8
                 )
                 yield _label(tuning), partial(_packed_product, layer, x, tuning)
         yield "chosen: " + _label(chosen), partial(_packed_product, layer, x, chosen)
-    else:
+    if rows > MAX_ROWS:
         yield "unpack", lambda which: unpack(dense, layer.packed[which])
     yield "bf16 cuBLAS", lambda which: torch.mm(x, layer.dense[which].T, out=wide)
 
@@ -215,7 +223,7 @@ def check(kind: torch.dtype) -> None:
     shape = Shape(device="cuda", dtype=BF16)
     if kind == torch.uint8:
         for (_, columns, inner, gated, narrow), rows in product(SHAPES, (1, 16, 33, 64)):
-            tuning = packed_tuning(rows, columns, inner, narrow=narrow)
+            tuning = packed_tuning(rows, columns, inner, narrow=narrow, gated=gated)
             checks.check_packed_product(shape, rows, columns, inner, 128, tuning, gated=gated)
         checks.check_packing(shape, 4096, 4096)
         return

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,8 +63,8 @@ if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.drafts import Drafter
+    from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
 NO_PROMPT_LIMIT = (
@@ -251,6 +252,7 @@ def load_model(
     if disk is not None:
         notices += disk.attach(engine.scheduler)
         engine.on_close = disk.close
+        engine.before_plan = disk.tell if disk.is_shared else None
     return LoadedModel(
         engine=engine,
         config=config,
@@ -276,7 +278,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
-    disk: DiskLevel | None = None
+    disk: StoreLevel | None = None
     sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
     home: range = range(0)
 
@@ -291,9 +293,9 @@ def _on_cpu(
     on_progress: LoadProgress,
 ) -> Built:
     from paceline.runner.cpu import CPURunner
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.sleeper import CPUSleeper
+    from paceline.runner.store_level import StoreLevel
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
@@ -316,9 +318,8 @@ def _on_cpu(
     kv_dtype = model.cpu_kv_dtype
     per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
-    drafting = drafts and (drafts.method, drafts.model)
-    known = (config.kv.block_size, kv_dtype, about, model.quantization, drafting)
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    known = (kv_dtype, about, model.quantization, _drafting(drafts))
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     hardware = Hardware(
         device="cpu",
@@ -472,7 +473,7 @@ def _torch_backend(
         make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
         measure=measure,
         notices=(*notices, *([notice] if notice else [])),
-        about={"name": "torch", "threads": free.most},
+        about={"name": "torch", "version": version("torch"), "threads": free.most},
         further=() if net is None else net.layers,
         make_drafter=None if net is None else partial(model_drafter, net),
     )
@@ -492,7 +493,6 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
-    from paceline.runner.disk_level import DiskLevel
     from paceline.runner.gpu import build
     from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.device_head import further_layers
@@ -502,6 +502,7 @@ def _on_gpu(
     from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
     from paceline.runner.guessers import open_guesser
     from paceline.runner.sizing import block_seconds
+    from paceline.runner.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)
@@ -511,21 +512,29 @@ def _on_gpu(
         head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
-    note = partial(on_progress, "loading weights")
-    load = partial(build.load_parts, checkpoint, device, dtype, note, model.quantization)
+    room = AdapterRoom.of(model, given.get("max_loras", 0))
+    load = partial(
+        build.load_parts,
+        checkpoint,
+        device,
+        dtype,
+        partial(on_progress, "loading weights"),
+        model.quantization,
+        kv_dtype if room is None else None,  # adapters know nothing of a file's scales
+    )
     memory = None if shared is None else shared.device
     home = None if memory is None else memory.home()
     parts = load(home)
     on_progress("preparing kernels", 0, 0)
-    room = AdapterRoom.of(model, given.get("max_loras", 0))
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)
     config = engine_config(checkpoint.spec.group_windows, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
-    known = (name, dtype, kv_dtype, model.quantization, drafts and (drafts.method, drafts.model))
-    disk = DiskLevel.open(model, config, per_block, checkpoint, known)
+    scales = sorted(checkpoint.kv_scales.items())
+    known = (name, torch.__version__, dtype, kv_dtype, scales, model.quantization, _drafting(drafts))
+    disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = with_drafts(config, drafts)
@@ -548,6 +557,11 @@ def _on_gpu(
         return built
     stays = disk or room or spec.experts  # experts are stacked elsewhere
     return built._replace(sleeper=None if stays else GPUSleeper(home, load, runner), home=home.slabs)
+
+
+def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
+    """What KV depends on: a head keeps some of its own."""
+    return None if drafts is None else (drafts.method, drafts.model)
 
 
 def _gpu_hardware(

@@ -20,8 +20,10 @@ def draw_slabs(seed: int, config: EngineConfig) -> EngineConfig:
     size = rng.choice((2, 3, 5))
     floor = -(-kv.num_blocks // size)
     num_slabs = 1 + floor + rng.randint(1, max(2, floor))
-    blocks = {"num_blocks": num_slabs * size, "slab_blocks": size, "least_blocks": floor * size}
-    return replace(config, kv=replace(kv, **blocks, most_slabs=num_slabs))
+    shared = replace(
+        kv, num_blocks=num_slabs * size, slab_blocks=size, least_blocks=floor * size, most_slabs=num_slabs
+    )
+    return replace(config, kv=shared)
 
 
 class SlabMoves:

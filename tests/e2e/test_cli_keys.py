@@ -64,6 +64,8 @@ def test_what_a_key_may_do_is_written_and_listed(keys: Keys) -> None:
         "--tokens-per-minute": "2m",
         "--max-concurrency": "8",
         "--lowest-priority-number": "-1",
+        "--cache-share": "0.25",
+        "--adapters": "bard, poet",
         "--price-prompt": "0.5",
         "--price-output": "2",
         "--price-kv-block-second": "0.001",
@@ -76,6 +78,8 @@ def test_what_a_key_may_do_is_written_and_listed(keys: Keys) -> None:
         "tokens_per_minute": 2_000_000,
         "max_concurrency": 8,
         "lowest_priority_number": -1,
+        "cache_share": 0.25,
+        "adapters": ["bard", "poet"],
     }
     prices = {"prompt": 0.5, "output": 2.0, "kv_block_second": 0.001}
     assert made == {"name": "a", "key": made["key"], "file": str(keys.path), **rights, "prices": prices}

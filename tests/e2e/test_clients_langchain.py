@@ -4,19 +4,19 @@ this machine, by SmolLM2. What either says has little meaning, but every answer 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
 from tests.e2e.client_server import KEY, MODEL, ClientServer, client_server
 from tests.torch.gguf_reference import smollm2_path
 
+if TYPE_CHECKING:  # reading it takes seconds, also where all tests are only collected
+    from langchain_openai import ChatOpenAI
+
 SMOLLM2 = smollm2_path()
-QUESTION = HumanMessage("What is the weather in Oslo?")
+QUESTION: Any = ("user", "What is the weather in Oslo?")
 
 
 class Weather(BaseModel):
@@ -31,7 +31,11 @@ def weather(city: Literal["Paris", "Oslo"], days: Literal[1, 2, 3]) -> str:
     return f"{days} days of sun in {city}"
 
 
-WEATHER_TOOL = tool(weather)
+@pytest.fixture(scope="module")
+def weather_tool() -> Any:
+    from langchain_core.tools import tool
+
+    return tool(weather)
 
 
 class RealModel(ClientServer):
@@ -65,6 +69,8 @@ def server(
 
 @pytest.fixture
 def chat(server: ClientServer) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(
         base_url=f"{server.url}/v1",
         api_key=SecretStr(KEY),
@@ -85,23 +91,23 @@ def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
     assert isinstance(last, Weather)
 
 
-def test_a_loop_of_tools_that_ends_in_a_structure(chat: ChatOpenAI) -> None:
-    called = chat.bind_tools([WEATHER_TOOL], tool_choice="required", parallel_tool_calls=False)
-    answer = called.invoke([QUESTION])
-    assert isinstance(answer, AIMessage)
+def test_a_loop_of_tools_that_ends_in_a_structure(chat: ChatOpenAI, weather_tool: Any) -> None:
+    called = chat.bind_tools([weather_tool], tool_choice="required", parallel_tool_calls=False)
+    answer: Any = called.invoke([QUESTION])
+    assert answer.type == "ai"
     (call,) = answer.tool_calls
     assert call["name"] == "weather" and not answer.invalid_tool_calls
-    result = WEATHER_TOOL.invoke(call)
-    assert isinstance(result, ToolMessage) and "days of sun" in str(result.content)
+    result = weather_tool.invoke(call)
+    assert result.type == "tool" and "days of sun" in str(result.content)
     told = chat.with_structured_output(Weather).invoke([QUESTION, answer, result])
     assert isinstance(told, Weather)
 
 
-def test_streamed_calls_add_up(chat: ChatOpenAI) -> None:
-    called = chat.bind_tools([WEATHER_TOOL], tool_choice="weather")
+def test_streamed_calls_add_up(chat: ChatOpenAI, weather_tool: Any) -> None:
+    called = chat.bind_tools([weather_tool], tool_choice="weather")
     first, *rest = called.stream([QUESTION])
     whole: Any = first
     for chunk in rest:
         whole += chunk
     (call,) = whole.tool_calls
-    assert isinstance(WEATHER_TOOL.invoke(call), ToolMessage)
+    assert weather_tool.invoke(call).type == "tool"

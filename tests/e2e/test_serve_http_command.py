@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
+from paceline.runner.disk_store import HEADER, MAGIC, VERSION, DiskStore
 from tests.e2e.http_server import read_reply, request_bytes
 from tests.e2e.model_cli import COMMAND, environment, run_process
 
@@ -45,7 +47,25 @@ def test_a_folder_for_kv_that_cannot_be_used_ends_the_start(tiny: Path, tmp_path
     command = ("serve", str(tiny), "--load-format", "dummy", "--device", "cpu", "--port", "0")
     done = run_process(*command, "--kv-disk-dir", str(folder), cache=tmp_path)
     one_line(done, 2, "--kv-disk-dir", "holds other files")
-    one_line(run_process(*command, "--kv-disk-size", "1G", cache=tmp_path), 2, "need --kv-disk-dir")
+    one_line(run_process(*command, "--kv-disk-size", "1G", cache=tmp_path), 2, "needs --kv-disk-dir")
+    used = tmp_path / "used"
+    given = (*command, "--kv-disk-dir", str(used))
+    one_line(run_process(*given, "--kv-disk-size", "1K", cache=tmp_path), 2, "holds no block", "at least")
+    store = DiskStore(used, size=1 << 20, place_bytes=4096, fingerprint=b"")
+    one_line(run_process(*given, cache=tmp_path), 2, "in use by another server")
+    store.close()
+    head = HEADER.pack(MAGIC, VERSION + 1, 0, 4096, 0)[:-4]
+    (used / "index").write_bytes(head + zlib.crc32(head).to_bytes(4, "little"))
+    one_line(run_process(*given, cache=tmp_path), 2, "another version of paceline")
+
+
+def test_a_store_that_cannot_be_used_ends_the_start_without_its_password(tiny: Path, tmp_path: Path) -> None:
+    command = ("serve", str(tiny), "--load-format", "dummy", "--device", "cpu", "--port", "0")
+    given = ("--kv-store", "http://me:hunter2@store", "--kv-store-key", str(tmp_path / "key"))
+    for more in (given, given[:2], (*given, "--kv-disk-dir", str(tmp_path / "kv"))):
+        done = run_process(*command, *more, cache=tmp_path)
+        one_line(done, 2, "--kv-store")
+        assert "hunter2" not in done.stderr + done.stdout
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:

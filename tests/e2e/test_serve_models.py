@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 import yaml
 from openai import OpenAI
 
+from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.e2e.batch_client import COMPLETIONS, begin, jsonl, request, results, wait
 from tests.e2e.client_server import ADMIN, KEY, NARROW_KEY, ClientServer, client_server
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import run, run_process
+from tests.e2e.test_serve_adapters import spec_of
+from tests.e2e.test_serve_page import messages as feed_messages
 from tests.model_folder import write_model, write_weights
 
 PROMPT = "once upon a time there was a model"
@@ -108,6 +112,7 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.figure("engine_busy_seconds_total", name) > 0
         explained = server.answer("right").json["id"]
         assert server.ask("GET", f"/v1/requests/{explained}/explain").status == 200
+        check_feeds(server)
         # What a key may have at once counts over all models.
         with server.open("POST", "/v1/completions", endless(), key=NARROW_KEY) as stream:
             stream.readline()
@@ -115,6 +120,22 @@ def test_requests_go_to_the_model_they_name(folders: dict[str, Path], tmp_path: 
             assert server.ask("POST", "/v1/completions", body, key=NARROW_KEY).code == "concurrency_exceeded"
         server.wait_until(server.is_idle)
         assert server.metric("invariant_violations_total") == 0
+
+
+def check_feeds(server: SeveralModels) -> None:
+    """Each model has its feed, and every feed tells of all of them."""
+    for name in ("left", "right"):
+        (newest,) = feed_messages(server, 1, f"?model={name}")
+        assert newest["engine"]["snapshot"]["finished"] >= 9
+        assert server.ask("GET", f"/v1/admin/about?model={name}", key=ADMIN).json["model"] == name
+        models = newest["server"]["models"]
+        assert [(model["name"], model["share"], model["standing"]) for model in models] == [
+            ("left", 1, "awake"),
+            ("right", 2, "awake"),
+        ]
+        assert all(model["device_s"] > 0 for model in models)
+    assert server.ask("GET", "/v1/admin/about", key=ADMIN).json["model"] == "left"
+    assert server.ask("GET", "/v1/admin/watch?model=middle", key=ADMIN).code == "model_not_found"
 
 
 def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -134,7 +155,10 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
             assert server.standing("left") == "asleep" and server.standing("right") == "awake"
             assert server.text("right")
             assert server.standing("left") == "asleep", "requests for others do not wake it"
-            assert server.text("left") == before, "a request wakes it"
+            woken = server.answer("left").json
+            assert woken["choices"][0]["text"] == before, "a request wakes it"
+            explained = server.ask("GET", f"/v1/requests/{woken['id']}/explain")
+            assert b"its model was asleep" in explained.body
             assert server.standing("left") == "awake"
         assert server.rest("left", "sleep", "?level=2").status == 200
         assert server.rest("left", "wake").json["standing"] == "awake"
@@ -148,6 +172,47 @@ def test_a_model_sleeps_and_wakes_with_the_same_answer(folders: dict[str, Path],
     done = run("replay", log, "--output", again)
     assert done.returncode == 0, done.stdout + done.stderr
     assert again.read_bytes() == log.read_bytes() and '["sleep",' in log.read_text()
+
+
+def test_models_with_adapters_and_a_disk_replay_from_a_warm_start(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = spec_of(folders["left"])
+    tuned = [
+        f"{name}={write_adapter(tmp_path / name, adapter_arrays(spec, seed=seed))}"
+        for seed, name in enumerate(("first", "second"), 1)
+    ]
+    adapters = {"enable_lora": True, "lora_modules": ",".join(tuned), "max_loras": 1}
+    logs = {name: tmp_path / f"{name}.jsonl" for name in folders}
+    models = [
+        entry(
+            path,
+            kv_disk_dir=str(tmp_path / f"{path.name}-kv"),
+            kv_disk_size=1 << 24,
+            run_log=str(logs[path.name]),
+            **(adapters if path.name == "left" else {}),
+        )
+        for path in folders.values()
+    ]
+    texts: dict[str, str] = {}
+    for _ in range(2):  # the second finds what the first has written
+        with several(tmp_path, models) as server:
+            asked = ["left", "right", "first", "second"] * 4
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(partial(server.text, prompt=PROMPT * 6), asked))
+            found = dict(zip(asked, answers, strict=True))
+            assert len(set(found.values())) == 4 and found == (texts or found)
+            texts = found
+            server.wait_until(server.is_idle)
+            server.terminate()
+            assert server.process.wait(60) == 0
+    for log in logs.values():
+        assert '"restored"' in log.read_text()
+        again = log.with_suffix(".again")
+        done = run("replay", log, "--output", again)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert again.read_bytes() == log.read_bytes()
+    assert '["adapter",' in logs["left"].read_text()
 
 
 def test_an_idle_model_sleeps_and_one_makes_room_for_another(
@@ -286,7 +351,7 @@ def test_a_bad_file_of_models_is_refused_in_one_sentence(text: str, tmp_path: Pa
 def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_path: Path) -> None:
     left = str(folders["left"])
     same = run("serve", left, left)
-    assert same.returncode == 2 and "two models have the name 'left'" in same.stderr
+    assert same.returncode == 2 and "two models or adapters have the name 'left'" in same.stderr
     named = run("serve", left, str(folders["right"]), "--served-model-name", "one")
     assert named.returncode == 2 and "--served-model-name names one model" in named.stderr
     twice = run("serve", left, str(folders["right"]), "--model", left)
@@ -297,3 +362,27 @@ def test_models_that_cannot_be_served_together(folders: dict[str, Path], tmp_pat
     )
     small = run_process("serve", "--models", str(listed), "--port", "0")
     assert small.returncode == 2 and "give at least" in small.stderr, small.stderr
+
+
+def test_each_model_has_adapters_under_names_of_their_own(folders: dict[str, Path], tmp_path: Path) -> None:
+    home = tmp_path / "adapters"
+    for seed, (name, path) in enumerate(folders.items(), 1):
+        write_adapter(home / f"for-{name}", adapter_arrays(spec_of(path), seed=seed))
+    entries = [entry(path, lora_dir=str(home)) for path in folders.values()]
+
+    def load(name: str, path: str, query: str = "") -> Reply:
+        body = {"lora_name": name, "lora_path": path}
+        return server.ask("POST", f"/v1/load_lora_adapter{query}", body, key=ADMIN)
+
+    with several(tmp_path, entries) as server:
+        assert load("poet", "for-left").json["parent"] == "left"
+        assert load("clerk", "for-right", "?model=right").json["parent"] == "right"
+        # No adapter takes the name of another model or of its adapters, in place or not.
+        for name, query in (("right", ""), ("clerk", ""), ("poet", "?model=right")):
+            assert load(name, "for-left", query).code == "invalid_adapter"
+        assert load("other", "for-left", "?model=middle").code == "model_not_found"
+        texts = {name: server.text(name) for name in ("left", "right", "poet", "clerk")}
+        assert len(set(texts.values())) == 4
+        gone = server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "clerk"}, key=ADMIN)
+        assert gone.status == 200 and server.answer("clerk").status == 404
+        assert server.text("poet") == texts["poet"]

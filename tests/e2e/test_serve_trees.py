@@ -222,6 +222,39 @@ def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: C
     server.wait_until(server.is_idle)
 
 
+@pytest.mark.parametrize(("path", "asked"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
+def test_answers_of_other_formats_are_forked_as_chat_completions(
+    server: ClientServer, path: str, asked: str
+) -> None:
+    body = {
+        "model": MODEL,
+        asked: [{"role": "user", "content": "hello"}],
+        "max_tokens" if asked == "messages" else "max_output_tokens": ENDLESS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    answer = server.open("POST", path, body)
+    assert answer.status == 200, answer.read()
+    name, said = "", 0
+    while said < 3:
+        line = answer.readline()
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        named = event.get("response") or event.get("message") or {}
+        name = named.get("id", name).removeprefix("resp_").removeprefix("msg_")
+        said += "delta" in str(event.get("type"))
+    status, whole = post(server, f"{name}/fork", n=2, at=2, max_tokens=3, temperature=0)
+    assert (status, whole["object"]) == (200, "chat.completion"), whole
+    assert [choice["index"] for choice in whole["choices"]] == [1, 2]
+    assert len({choice["message"]["content"] for choice in whole["choices"]}) == 1, "both are greedy"
+    branch = Stream(server, f"/v1/requests/{name}/0/fork", at=2, max_tokens=3)
+    branch.rest()
+    assert branch.fork["text"] + branch.texts[3] == whole["choices"][0]["message"]["content"]
+    assert branch.ends[3][0] == "length"
+    answer.close()
+    server.wait_until(server.is_idle)
+
+
 def test_what_cannot_be_done_is_refused(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold", tree={"max_branches": 3, "max_tokens": 40})
     stream.until_held()
@@ -315,6 +348,7 @@ def test_searches_find_what_a_program_finds(server: ClientServer) -> None:
     chat = {**PLAIN, "messages": messages, "max_tokens": 10, "temperature": 1.0}
     for search in (
         {"type": "self_consistency", "n": 4, "after": "e"},
+        {"type": "self_consistency", "n": 4, "pattern": "(.)"},
         {"type": "tree_of_thought", "width": 2, "keep": 2, "depth": 2, "step_tokens": 4, "score": "judge"},
         {"type": "probe", "every": 4, "answer_tokens": 3},
     ):
@@ -322,6 +356,17 @@ def test_searches_find_what_a_program_finds(server: ClientServer) -> None:
         assert found.status == 200, found.json
         assert found.json["choices"][0]["message"]["content"]
         assert found.json["usage"]["completion_tokens"] == found.json["search"]["generated_tokens"] > 0
+    server.wait_until(server.is_idle)
+
+
+def test_a_pattern_that_takes_for_ever_ends_its_search_alone(server: ClientServer) -> None:
+    body = {**PLAIN, "prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 5}
+    search = {"type": "self_consistency", "n": 2, "pattern": r"(.+)+\x01"}
+    found = server.ask("POST", "/v1/completions", {**body, "search": search})
+    assert (found.status, found.json["error"]["param"]) == (400, "search"), found.json
+    assert "too long" in found.json["error"]["message"]
+    found = server.ask("POST", "/v1/completions", {**body, "search": {**search, "pattern": r"\S"}})
+    assert found.json["search"]["candidates"][0]["answer"] == found.json["choices"][0]["text"].split()[-1][-1]
     server.wait_until(server.is_idle)
 
 
@@ -333,7 +378,7 @@ def test_searches_that_cannot_be_are_refused(server: ClientServer) -> None:
         ({"search": {"type": "best_of", "n": 0}}, "search"),
         ({"search": {"type": "best_of", "n": 129}}, "search"),
         ({"search": {"type": "best_of", "colour": 1}}, "search"),
-        ({"search": {"type": "self_consistency", "pattern": "(a+)+$"}}, "search"),
+        ({"search": {"type": "self_consistency", "pattern": "(a"}}, "search"),
         ({"search": {"type": "best_of"}, "best_of": 3}, "search"),
         ({"search": {"type": "best_of"}, "prompt": ["a", "b"]}, "search"),
         ({"search": {"type": "beam"}, "stop": "a"}, "stop"),

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.runner.gpu.device_layers import stacked_matrices
+from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
+    ExpertMatrices,
     ExpertTuning,
     ExpertWeights,
     allocate_expert_buffers,
@@ -19,7 +22,16 @@ from paceline.runner.gpu.kernels.expert_product import (
     expert_product,
     plan_experts,
 )
-from paceline.runner.gpu.linears import quantized
+from paceline.runner.gpu.kernels.packed_product import PackedWeight
+from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
+from paceline.runner.gpu.linears import (
+    DeviceLinear,
+    GroupedLinear,
+    ScaledLinear,
+    dense_matrix,
+    packed,
+    quantized,
+)
 from tests.gpu.kernel_references import reference_expert_product, reference_order
 
 
@@ -39,7 +51,7 @@ class Mixture:
         gate_up, down = (
             (torch.randn(size, device=self.device) * size[2] ** -0.5).to(self.dtype) for size in sizes
         )
-        return ExpertWeights(gate_up=gate_up, down=down)
+        return ExpertWeights(gate_up=ExpertMatrices(q=gate_up), down=ExpertMatrices(q=down))
 
     def tokens(self, number: int) -> Tensor:
         return torch.randn(number, self.hidden, device=self.device).to(self.dtype)
@@ -106,19 +118,43 @@ def check_product(
     assert_close(out, expected, tolerance(mixture.dtype))
 
 
-def check_scaled_product(mixture: Mixture, tokens: int) -> None:
-    """Experts of e4m3 with a scale for each row of their matrices."""
+def check_quantized_product(mixture: Mixture, tokens: int, kind: str) -> None:
+    """Experts of e4m3 or int8 with a scale for each row of their matrices, of e4m3 in blocks, and of four bits."""
     plain, x = mixture.weights(), mixture.tokens(tokens)
     chosen, weight = mixture.choices(tokens)
-    stacks, scales, exact = [], [], []
+    stacks, exact = [], []
     for stack in (plain.gate_up, plain.down):
-        made = [quantized(matrix, torch.float8_e4m3fn) for matrix in stack]
-        stacks.append(torch.stack([each.q.view(torch.uint8) for each in made]).view(torch.float8_e4m3fn))
-        scales.append(torch.stack([each.scale for each in made]))
-        exact.append(stacks[-1].double() * scales[-1].double()[:, :, None])
-    weights = ExpertWeights(gate_up=stacks[0], down=stacks[1], gate_up_scale=scales[0], down_scale=scales[1])
+        linears = [made(matrix, kind, mixture.dtype) for matrix in stack.q]
+        stacks.append(stacked_matrices(linears, mixture.dtype))
+        assert stacks[-1].bits == (4 if kind == "int4" else 8) and stacks[-1].shape == stack.q.shape
+        exact.append(ExpertMatrices(q=torch.stack([values(linear) for linear in linears])))
+    weights = ExpertWeights(gate_up=stacks[0], down=stacks[1])
     buffers = allocate_expert_buffers(tokens, mixture.per_token, weights, mixture.device, mixture.dtype)
     out = torch.full_like(x, float("nan"))
     expert_product(out, x, chosen, weight, weights, buffers)
     right = reference_expert_product(x, chosen, weight, ExpertWeights(gate_up=exact[0], down=exact[1]))
     assert_close(out, right, tolerance(mixture.dtype))
+
+
+def made(matrix: Tensor, kind: str, dtype: torch.dtype) -> DeviceLinear:
+    fp8 = torch.float8_e4m3fn
+    if kind == "int4":
+        return GroupedLinear(packed(matrix, dtype))
+    if kind == "blocks":  # a scale for 32 inputs
+        rows, inner = matrix.shape
+        found = quantized(matrix.view(-1, 32), fp8)
+        return GroupedLinear(
+            BlockWeight(found.q.view(rows, inner), found.scale.view(rows, -1).T.contiguous())
+        )
+    return ScaledLinear(quantized(matrix, fp8 if kind == "fp8" else torch.int8))
+
+
+def values(linear: DeviceLinear) -> Tensor:
+    """What a matrix stands for, in float64; of four bits, as it is unpacked."""
+    if isinstance(linear.weight, BlockWeight):
+        scale = linear.weight.scale.double().T.repeat_interleave(linear.weight.group, dim=1)
+        return linear.weight.q.double() * scale
+    if isinstance(linear.weight, ScaledWeight):
+        return linear.weight.q.double() * linear.weight.scale.double()[:, None]
+    assert isinstance(linear.weight, PackedWeight)
+    return dense_matrix(linear, linear.weight.pairs.dtype).double()

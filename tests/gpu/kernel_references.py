@@ -78,8 +78,8 @@ def reference_expert_product(
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in range(weights.down.shape[0]):
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].double() @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
-        result = (torch.nn.functional.silu(gate) * up) @ weights.down[expert].double().T
+        gate, up = (x[token].double() @ weights.gate_up.q[expert].double().T).chunk(2, dim=-1)
+        result = (torch.nn.functional.silu(gate) * up) @ weights.down.q[expert].double().T
         out.index_add_(0, token, result * chosen_weight[token, place, None].double())
     return out
 

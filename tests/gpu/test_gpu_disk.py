@@ -18,11 +18,11 @@ if not torch.cuda.is_available():
 from paceline import LLM
 from paceline.config.engine import PreemptionCosts
 from paceline.kv.tiers import DISK
-from paceline.runner.disk_level import DiskLevel
+from paceline.runner.store_level import StoreLevel
 from tests.gpu.engine_cases import ENGINE, PROMPTS, saved, tokens_of
 
 
-def cheap_disk(_: DiskLevel, costs: PreemptionCosts) -> PreemptionCosts:
+def cheap_disk(_: StoreLevel, costs: PreemptionCosts) -> PreemptionCosts:
     """Tiny models are computed sooner than they are read."""
     return replace(costs, token_s=10.0, disk_block_s=1e-4)
 
@@ -31,7 +31,7 @@ def cheap_disk(_: DiskLevel, costs: PreemptionCosts) -> PreemptionCosts:
 def test_tokens_are_the_same_from_the_disk_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(DiskLevel, "with_rates", cheap_disk)
+    monkeypatch.setattr(StoreLevel, "with_rates", cheap_disk)
     given = {
         "model": saved("qwen3"),
         **ENGINE,
@@ -44,9 +44,15 @@ def test_tokens_are_the_same_from_the_disk_after_a_restart(
         for prompt in prompts:
             tokens_of(llm, [prompt])
         on_device = [tokens_of(llm, [prompt]) for prompt in prompts]
+    num_found = 0
     with LLM(**given) as llm:
         found = llm.loaded.engine.scheduler.state.counters.found_tokens
-        from_disk = [tokens_of(llm, [prompt]) for prompt in prompts]
-        if "kv_offloading_size" not in options:  # else the host need not have evicted anything
-            assert found[DISK] > 0
-    assert from_disk == on_device
+        for prompt, expected in zip(prompts, on_device, strict=True):
+            before = sum(found)
+            from_disk = tokens_of(llm, [prompt])
+            # What is computed instead has products of another size, whose last bits may differ.
+            if sum(found) - before == (len(prompt) - 1) // 64 * 64:
+                assert from_disk == expected
+                num_found += found[DISK] > 0
+    # A host need not have evicted anything.
+    assert num_found or "kv_offloading_size" in options

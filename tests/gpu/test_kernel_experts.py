@@ -53,9 +53,10 @@ def test_other_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 3000])
-def test_experts_of_eight_bits(tokens: int) -> None:
-    cases.check_scaled_product(mixture(32, 4, 2048, 768), tokens)
-    cases.check_scaled_product(mixture(8, 2, 256, 160), tokens)
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
+def test_experts_of_fewer_bits(tokens: int, kind: str) -> None:
+    cases.check_quantized_product(mixture(32, 4, 2048, 768), tokens, kind)
+    cases.check_quantized_product(mixture(8, 2, 256, 192), tokens, kind)
 
 
 def test_all_tokens_at_few_experts() -> None:

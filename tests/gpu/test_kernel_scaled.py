@@ -48,7 +48,7 @@ def test_the_activation_of_eight_bits(
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64])
+@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64, 100, 256])
 @pytest.mark.parametrize("columns, inner", [(6144, 4096), (4096, 14336), (1024, 3072), (960, 576)])
 def test_products(kind: torch.dtype, rows: int, columns: int, inner: int) -> None:
     for narrow in (False, True):
@@ -80,7 +80,7 @@ def test_gate_and_up(kind: torch.dtype, rows: int, columns: int, inner: int) -> 
     scaled.check_gated_scaled_product(PLAIN, rows, columns, inner, tuning, kind)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64])
+@pytest.mark.parametrize("rows", [1, 7, 16, 30, 64, 65, 300])
 @pytest.mark.parametrize(
     "columns, inner, group",
     [(6144, 4096, 128), (4096, 14336, 128), (1024, 3072, 32), (960, 576, 64), (6144, 4096, 4096)],
@@ -91,9 +91,9 @@ def test_products_of_four_bits(rows: int, columns: int, inner: int, group: int) 
         scaled.check_packed_product(PLAIN, rows, columns, inner, group, tuning)
 
 
-@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("rows", [2, 16, 64, 300])
 def test_gate_and_up_of_four_bits(rows: int) -> None:
-    tuning = packed_tuning(rows, 14336, 4096)
+    tuning = packed_tuning(rows, 14336, 4096, gated=True)
     scaled.check_packed_product(PLAIN, rows, 14336, 4096, 128, tuning, gated=True)
 
 

@@ -129,11 +129,12 @@ def check_unmutated(seeds: Sequence[int], steps: int) -> list[Outcome]:
 
 
 def mutated_copy(patch: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A temporary copy of src and tests with the patch applied."""
+    """A temporary copy of src and tests with the patch applied. What is compiled comes along, so that only changed
+    modules are compiled again."""
     folder = tempfile.TemporaryDirectory(prefix="paceline-mutant-")
     try:
         for part in ("src", "tests"):
-            skipped = shutil.ignore_patterns("__pycache__", "pure", "e2e", "*.patch")
+            skipped = shutil.ignore_patterns("pure", "e2e", "*.patch")
             shutil.copytree(PROJECT / part, Path(folder.name) / part, ignore=skipped)
         if patch is not None:
             apply_patch(patch, Path(folder.name))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from paceline import LLM, SamplingParams
 from paceline.config.engine import PreemptionCosts
-from paceline.runner.disk_level import DiskLevel
+from paceline.runner.store_level import StoreLevel
 
 NUM_PROMPTS = 12
 LENGTH = 400
@@ -28,7 +28,7 @@ def options() -> dict[str, object]:
     return {"num_blocks": 4 * LENGTH // 16, "cpu_threads": 1, "max_num_batched_tokens": 64, "seed": 0}
 
 
-def cheap_disk(_: DiskLevel, costs: PreemptionCosts) -> PreemptionCosts:
+def cheap_disk(_: StoreLevel, costs: PreemptionCosts) -> PreemptionCosts:
     """Instead of what was measured: what is on the disk is waited for, however busy the machine."""
     return replace(costs, token_s=10.0, disk_block_s=1e-4)
 
@@ -48,7 +48,7 @@ def answer(llm: LLM, number: int) -> tuple[list[tuple[int, float]], int]:
 def main() -> None:
     model, folder, size, seed = sys.argv[1:]
     rng = random.Random(int(seed))
-    DiskLevel.with_rates = cheap_disk  # type: ignore[method-assign, assignment]
+    StoreLevel.with_rates = cheap_disk  # type: ignore[method-assign, assignment]
     with LLM(model, kv_disk_dir=folder, kv_disk_size=int(size), **options()) as llm:
         print(json.dumps("ready"), flush=True)
         while True:

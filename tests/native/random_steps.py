@@ -1,7 +1,7 @@
 """Random traffic on the native kernels of tiny models, for a chosen number of steps.
 
     python -m tests.native.random_steps --steps 200000            every address is looked up
-    python -m tests.native.random_steps --steps 20000 --yields    threads let others go first at random
+    python -m tests.native.random_steps --steps 4000 --yields     threads let others go first at random
 
 Requests come, share prefixes, branch, are preempted, swapped and aborted, in every mode of batching, in most seeds with
 adapters, which come and go. What is computed
@@ -47,7 +47,7 @@ from tests.quantized_helpers import QuantizedSource
 
 VOCAB = 64
 LONGEST = 96
-STEPS_PER_SEED = 500
+STEPS_PER_SEED = 200  # twenty seeds have every model with every number of threads
 THREADS = (1, 2, 3, 8)
 STEP_S = 0.003
 NUM_ADAPTERS = 8

@@ -9,8 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ import pytest
 
 from paceline import LLM
 from paceline.audit.runlog import read_run_log
+from paceline.config.engine import PreemptionCosts
 from paceline.errors import ConfigError
 from paceline.lab.sim.replayer import replay
-from paceline.runner.disk_level import DiskLevel
+from paceline.runner.disk_store import DiskStore
+from paceline.runner.store_level import StoreLevel
 from tests.e2e.model_cli import environment
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
@@ -34,7 +38,7 @@ SIZE = 4 << 20  # about half of what all prompts take
 
 @pytest.fixture(autouse=True)
 def cheap_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskLevel, "with_rates", disk_victim.cheap_disk)
+    monkeypatch.setattr(StoreLevel, "with_rates", disk_victim.cheap_disk)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +91,10 @@ def test_a_warm_start_replays(model: Path, tmp_path: Path) -> None:
     _, found = run(model, tmp_path / "kv", [2, 3, 0, 8], run_log=str(log))
     assert found[0] == 384
     assert '"restored"' in log.read_text()
-    report = replay(read_run_log(log))
+    again = tmp_path / "again.jsonl"
+    report = replay(read_run_log(log), output=again)
     assert report.is_equal, report
+    assert again.read_bytes() == log.read_bytes()
 
 
 def test_what_another_kernel_or_type_has_computed_is_not_found(
@@ -207,10 +213,10 @@ def test_an_engine_that_was_killed_starts_again_and_answers_right(
 
 
 @pytest.mark.campaign
-def test_an_engine_that_is_killed_a_hundred_times_answers_right(
+def test_an_engine_that_is_killed_often_and_finds_spoilt_files_answers_right(
     model: Path, tmp_path: Path, computed: Answers
 ) -> None:
-    killed_often(model, tmp_path, computed, range(100, 200), spoils=True)
+    killed_often(model, tmp_path, computed, range(100, 130), spoils=True)
 
 
 def test_a_folder_is_used_by_one_engine(model: Path, tmp_path: Path) -> None:
@@ -225,7 +231,7 @@ def test_a_folder_is_used_by_one_engine(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_disk_dir": None}, "need --kv-disk-dir"),
+        ({"kv_disk_dir": None}, "needs --kv-disk-dir"),
         ({"kv_disk_size": 1000}, "holds no block"),
         ({"enable_prefix_caching": False}, "needs prefix caching"),
         ({"mode": "static"}, "--mode continuous"),
@@ -239,18 +245,41 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_disk_that_is_full_while_serving_fails_no_request(
-    model: Path, tmp_path: Path, computed: Answers, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("instead", ["/dev/full", "/"])  # what cannot be written, or not read either
+def test_a_disk_that_is_full_or_gone_while_serving_fails_no_request(
+    model: Path, tmp_path: Path, computed: Answers, caplog: pytest.LogCaptureFixture, instead: str
 ) -> None:
     run(model, tmp_path, [0, 1])
     with LLM(str(model), kv_disk_dir=str(tmp_path), kv_disk_size=1 << 26, **options()) as llm:
         tiers = llm._front.engine.scheduler.state.tiers
         store = llm._front.engine.on_close.__self__.store  # type: ignore[attr-defined]
-        full = os.open("/dev/full", os.O_RDWR)
+        broken = os.open(instead, os.O_RDONLY if instead == "/" else os.O_RDWR)
         for handle in {store._data, store._direct} - {None}:
-            os.dup2(full, handle)
-        os.close(full)
+            os.dup2(broken, handle)
+        os.close(broken)
         answers = [answer(llm, number)[0] for number in range(NUM_PROMPTS)]
         assert answers == computed
         assert not tiers.has_disk
         assert "is off until the server is started again" in caplog.text
+
+
+def test_a_disk_that_stalls_is_waited_for_no_longer_than_computing(
+    model: Path, tmp_path: Path, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cheap(_: StoreLevel, costs: PreemptionCosts) -> PreemptionCosts:
+        return replace(costs, token_s=1e-3, disk_block_s=1e-5)
+
+    is_asked, may_go = threading.Event(), threading.Event()
+
+    def stall(*given: object) -> bool:
+        is_asked.set()
+        may_go.wait(60.0)
+        return False
+
+    run(model, tmp_path, [0, 1])
+    monkeypatch.setattr(StoreLevel, "with_rates", cheap)
+    monkeypatch.setattr(DiskStore, "read", stall)
+    with LLM(str(model), kv_disk_dir=str(tmp_path), kv_disk_size=1 << 26, **options()) as llm:
+        assert [answer(llm, number) for number in (0, 1)] == [(each, 0) for each in computed[:2]]
+        assert is_asked.is_set()
+        may_go.set()

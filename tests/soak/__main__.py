@@ -31,6 +31,8 @@ def report(evidence: Evidence, figures: Figures, failures: list[str]) -> dict[st
         "slow_requests_cut": clients.dripped,
         "stalled_readers_cut": evidence.stalled,
         "preemptions": evidence.preemptions,
+        "moved": dict(evidence.moved),
+        "disk_bytes": evidence.disk_bytes,
         "generation_tokens": figures.generation_tokens,
         "memory": {
             name: {

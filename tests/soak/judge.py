@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.soak.server import Held, ProcessState
+from tests.soak.server import DISK_BYTES, Held, ProcessState
 
 MEBIBYTE = 1024  # in KiB
+MOST_DISK_BYTES = DISK_BYTES + 65_536  # the index and the key beside the places
+# What the traffic has to make happen: copies to and from the disk, adapters read again, models put to sleep.
+MOVES = ("kv_copy_bytes_total", "adapters_read_total", "model_sleeps_total", "model_wakes_total")
 SPARE = 2  # files, threads and tasks that may be there beside those of the beginning
 SPARE_OBJECTS, SPARE_KIB = 2000, 512  # what caches may take that were not full at the beginning
 MEMORY_FROM = 0.25  # of the run; before that caches fill up
@@ -23,7 +26,10 @@ AT_REST = {  # gauges of an idle server, and counters that must not move
     "generations_under_way": 0,
     "admission_places_taken": 0,
     "admission_tokens_waiting": 0,
-    "engine_up": 1,
+    "kv_level_blocks_held": 0,
+    "adapters_in_use": 0,
+    "models_asleep": 1,  # the one that sleeps when it is idle
+    "engine_up": 2,  # models
     "engine_failed_steps_total": 0,
     "engine_frames_rejected_total": 0,
     "invariant_violations_total": 0,
@@ -67,6 +73,8 @@ class Evidence:
     timed_out: int
     stalled: int
     preemptions: int
+    moved: Mapping[str, float]  # counters of what must have happened
+    disk_bytes: int
     at_rest: Mapping[str, float]
     memory: Mapping[str, Series]
     before: Mapping[str, ProcessState] = field(default_factory=dict)
@@ -130,6 +138,11 @@ def _at_rest(evidence: Evidence) -> Iterator[str]:
             yield f"{name} is {found:g} at rest, not {wanted}"
     if not evidence.preemptions:
         yield "no request was preempted: the pool was too large for this traffic"
+    for name, count in evidence.moved.items():
+        if not count:
+            yield f"{name} is 0: this traffic does not show what it should"
+    if evidence.disk_bytes > MOST_DISK_BYTES:
+        yield f"the folder on disk has {evidence.disk_bytes} bytes"
     if not evidence.stalled:
         yield "no stalled reader was cut off"
     if not evidence.clients.dripped:

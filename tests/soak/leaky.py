@@ -35,9 +35,9 @@ def leak_permits(self: Admission, permit: Permit, tenant: str) -> None:
         _give_back_places(self, permit, tenant)
 
 
-def leak_blocks(self: KVManager, group: int, blocks: Any, seq: int) -> None:
+def leak_blocks(self: KVManager, group: int, blocks: Any, seq: int, level: int = 0) -> None:
     if next(_numbers["blocks"]) > MOST_BLOCK_LEAKS:
-        _give_back(self, group, blocks, seq)
+        _give_back(self, group, blocks, seq, level)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-MODEL = "tiny"
+MODEL, OTHER = "tiny", "other"  # the first has a disk and adapters, the second sleeps
+ADAPTERS = ("poet", "clerk", "bard")  # of the first; two of them have room at a time
+SPARE_ADAPTER = "spare"  # comes and goes
+ASKED = {MODEL: 6, OTHER: 1, **dict.fromkeys(ADAPTERS, 1)}  # what requests name, and how often
+ADMIN = "key-of-the-operator"
+SHARE_OPERATED = 0.02
 KEYS = {"red": "key-of-red", "green": "key-of-green", "blue": "key-of-blue"}
 LIMITED = "blue"  # may not have many requests under way
 CONTEXT = 1024
@@ -52,6 +57,8 @@ class Planner:
         draw = self._random
         if draw.random() < SHARE_MALFORMED:
             return draw.choice(malformed("red"))
+        if draw.random() < SHARE_OPERATED:
+            return draw.choice(operated())
         is_stream = draw.random() < SHARE_STREAMED
         path, body = self._generation(is_stream)
         leaves = draw.random() < SHARE_ABORTED
@@ -69,13 +76,14 @@ class Planner:
     def _generation(self, is_stream: bool) -> tuple[str, dict[str, Any]]:
         draw = self._random
         path = draw.choices(GENERATION_PATHS, weights=(5, 3, 1, 1))[0]
+        model = draw.choices(list(ASKED), weights=list(ASKED.values()))[0]
         text = self._prompt()
         most = draw.choice((2, 8, 24, 64, 128))
         if path == "/v1/messages":
-            return path, {"model": MODEL, "max_tokens": most, "messages": _said(text), "stream": is_stream}
+            return path, {"model": model, "max_tokens": most, "messages": _said(text), "stream": is_stream}
         if path == "/v1/responses":
-            return path, {"model": MODEL, "max_output_tokens": most, "input": text, "stream": is_stream}
-        body: dict[str, Any] = {"model": MODEL, "max_tokens": most, "stream": is_stream}
+            return path, {"model": model, "max_output_tokens": most, "input": text, "stream": is_stream}
+        body: dict[str, Any] = {"model": model, "max_tokens": most, "stream": is_stream}
         body |= {"prompt": text} if path == "/v1/completions" else {"messages": _said(text)}
         body |= {"temperature": draw.choice((0, 0.7, 1.0)), "ignore_eos": draw.random() < 0.7}
         return path, body | self._extras(path)
@@ -109,6 +117,25 @@ def key_header(tenant: str) -> str:
 
 def _said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+def operated() -> list[Plan]:
+    """What an operator does meanwhile: a model is put to sleep, an adapter comes, is asked for, and goes."""
+    spare: dict[str, Any] = {"lora_name": SPARE_ADAPTER}
+    load = {**spare, "lora_path": SPARE_ADAPTER, "load_inplace": True}
+    asked = {"model": SPARE_ADAPTER, "prompt": "hello", "max_tokens": 8}
+
+    def plan(statuses: tuple[int, ...], path: str, body: dict[str, Any]) -> Plan:
+        headers = (_TYPE, f"Authorization: Bearer {ADMIN}")
+        return Plan(path=path, body=json.dumps(body).encode(), headers=headers, statuses=statuses)
+
+    return [
+        plan((200, 409), f"/v1/models/{OTHER}/sleep", {}),  # 409: it has requests
+        plan((200, 409), f"/v1/models/{OTHER}/sleep?level=2", {}),
+        plan((200,), "/v1/load_lora_adapter", load),
+        plan((200, 404), "/v1/unload_lora_adapter", spare),
+        plan((200, 404), "/v1/completions", asked),
+    ]
 
 
 def malformed(tenant: str) -> list[Plan]:

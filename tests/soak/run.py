@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.soak.client import Outcome, User, drip, stall
-from tests.soak.judge import AT_REST, ClientCounts, Evidence
+from tests.soak.judge import AT_REST, MOVES, ClientCounts, Evidence
 from tests.soak.plans import GENERATION_PATHS, Planner, stalled_plan
 from tests.soak.server import COMMAND, Metrics, Served, children_of
 
@@ -132,12 +132,24 @@ class Soak:
         return (time.perf_counter() - began_s) * 1e3
 
 
+def at_rest(page: Metrics) -> dict[str, float]:
+    """The gauges of `AT_REST`, with what is held on lower levels and by how many adapters."""
+    used = page.texts("lora_requests_info", "running_lora_adapters", "waiting_lora_adapters")
+    found = {name: page.value(name) for name in AT_REST}
+    return {
+        **found,
+        "kv_level_blocks_held": page.value("kv_level_blocks", state="held"),
+        "adapters_in_use": float(len(used)),
+        "models_asleep": page.value("engine_sleep_state", sleep_state="weights_offloaded"),
+    }
+
+
 def wait_for_rest(served: Served, rest_s: float) -> Metrics:
     """The metrics once nothing is under way, or as they are when that takes too long."""
     until_s = time.monotonic() + rest_s
     while True:
         page = served.metrics()
-        is_still = all(page.value(name) == wanted for name, wanted in AT_REST.items())
+        is_still = all(at_rest(page)[name] == wanted for name, wanted in AT_REST.items())
         if (is_still and page.value("http_connections") <= 1) or time.monotonic() > until_s:
             return page
         time.sleep(0.1)
@@ -207,7 +219,9 @@ def _evidence(soak: Soak, served: Served, page: Metrics) -> Evidence:
         timed_out=round(page.value("connections_timed_out_total")),
         stalled=round(page.value("connections_stalled_total")),
         preemptions=round(page.value("num_preemptions_total")),
-        at_rest={name: page.value(name) for name in AT_REST},
+        moved={name: page.value(name) for name in MOVES},
+        disk_bytes=served.disk_bytes(),
+        at_rest=at_rest(page),
         memory=soak.memory,
     )
 

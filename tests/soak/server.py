@@ -16,23 +16,36 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.kernels import with_kernels
-from tests.model_folder import write_model
+from tests.model_folder import write_model, write_weights
+from tests.pure.models.made import spec_of
 from tests.soak.inspected import FOLDER_VARIABLE
-from tests.soak.plans import CONTEXT, KEYS, LIMITED, MODEL, key_header
+from tests.soak.plans import (
+    ADAPTERS,
+    ADMIN,
+    ASKED,
+    CONTEXT,
+    KEYS,
+    LIMITED,
+    MODEL,
+    OTHER,
+    SPARE_ADAPTER,
+    key_header,
+)
 
 COMMAND = (sys.executable, "-m", "tests.soak.inspected")
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 HEADER_TIMEOUT_S = 3.0
 # A quarter of what 32 users and the stalled readers hold when all are served at once: 10 blocks a user, 40 a reader.
-NUM_BLOCKS = 100
+NUM_BLOCKS = {MODEL: 80, OTHER: 72}
+DISK_BYTES = 600_000
 FLAGS = {
-    "load-format": "dummy",
-    "served-model-name": MODEL,
     "port": "0",
-    "num-gpu-blocks-override": str(NUM_BLOCKS),
+    "max-model-len": str(CONTEXT),
     "max-num-seqs": "48",
     "decision-ring": "256",
     "max-num-batched-tokens": "256",
@@ -40,7 +53,7 @@ FLAGS = {
     "stalled-client-timeout": "2",
     "log-format": "json",
 }
-_SAMPLE = re.compile(r"^paceline:([a-z_]+)(?:\{([^}]*)\})? ([0-9.e+-]+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"""^paceline:([a-z_]+)(?:\{((?:[^"}]|"[^"]*")*)\})? ([0-9.e+-]+)$""", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -78,6 +91,11 @@ class Metrics:
             if found == name and labels.items() <= with_labels.items()
         )
 
+    def texts(self, name: str, *labels: str) -> list[str]:
+        """What these labels say in the samples of that name, without those that say nothing."""
+        found = [with_labels for sample, with_labels, _ in self._samples if sample == name]
+        return [said for with_labels in found for label in labels if (said := with_labels[label])]
+
     def by(self, name: str, label: str, **only: str) -> Counter[str]:
         """The samples of that name, summed by one label."""
         counts: Counter[str] = Counter()
@@ -91,15 +109,15 @@ class Served:
     """A server process. `close` it whatever happens."""
 
     def __init__(self, folder: Path, command: Sequence[str] = COMMAND) -> None:
-        model = write_model(folder / "model", max_position_embeddings=CONTEXT)
+        models = _write_models(folder)
         flags = [word for name, value in FLAGS.items() for word in (f"--{name}", value)]
         flags += ["--api-keys-file", str(_write_keys(folder))]
         environment = {**os.environ, "PACELINE_CACHE_ROOT": str(with_kernels(folder)), "OMP_NUM_THREADS": "1"}
-        environment[FOLDER_VARIABLE] = str(folder)
+        environment |= {FOLDER_VARIABLE: str(folder), "PACELINE_ADMIN_KEY": ADMIN}
         self._folder = folder
         self.num_asked = 0
         self.process = subprocess.Popen(
-            [*command, "serve", str(model), *flags],
+            [*command, "serve", "--models", str(models), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=ROOT,
@@ -123,13 +141,20 @@ class Served:
     def get(self, path: str) -> tuple[int, bytes]:
         return self._exchange("GET", path)
 
-    def ask(self) -> str:
-        """A short greedy answer, always to the same question."""
-        body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    def ask(self) -> dict[str, str]:
+        """Short greedy answers of all models and adapters, always to the same question."""
+        return {name: self._ask(name) for name in ASKED}
+
+    def _ask(self, name: str) -> str:
+        body = {"model": name, "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         status, answer = self._exchange("POST", "/v1/completions", json.dumps(body))
         assert status == 200, answer
         self.num_asked += 1
         return str(json.loads(answer)["choices"][0]["text"])
+
+    def disk_bytes(self) -> int:
+        """Bytes of the folder that has the KV."""
+        return sum(place.stat().st_size for place in (self._folder / "kv").rglob("*") if place.is_file())
 
     def _exchange(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
@@ -236,6 +261,31 @@ def process_state(pid: int) -> ProcessState:
 
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _write_models(folder: Path) -> Path:
+    """The models, the adapters of the first, and the file that names them."""
+    tiny = write_weights(write_model(folder / MODEL, max_position_embeddings=CONTEXT))
+    other = write_weights(write_model(folder / OTHER, max_position_embeddings=CONTEXT, intermediate_size=96))
+    spec = spec_of(json.loads((tiny / "config.json").read_text()))
+    for seed, name in enumerate((*ADAPTERS, SPARE_ADAPTER)):
+        write_adapter(folder / "adapters" / name, adapter_arrays(spec, seed=seed))
+    first: dict[str, Any] = {
+        "model": str(tiny),
+        "lora_dir": str(folder / "adapters"),
+        "lora_modules": ",".join(f"{name}={folder / 'adapters' / name}" for name in ADAPTERS),
+        "max_loras": 2,
+        "kv_disk_dir": str(folder / "kv"),
+        "kv_disk_size": DISK_BYTES,
+    }
+    models: list[dict[str, Any]] = [
+        {"name": MODEL, **first},
+        {"name": OTHER, "model": str(other), "idle_sleep_s": 0.1},
+    ]
+    entries = [{**entry, "num_blocks": NUM_BLOCKS[entry["name"]]} for entry in models]
+    place = folder / "models.json"  # which is YAML too
+    place.write_text(json.dumps({"models": entries}))
+    return place
 
 
 def _write_keys(folder: Path) -> Path:

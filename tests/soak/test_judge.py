@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.soak.judge import AT_REST, ClientCounts, Evidence, Limits, growth_mib, judge, slope_mib_per_min
+from tests.soak.judge import (
+    AT_REST,
+    MOVES,
+    ClientCounts,
+    Evidence,
+    Limits,
+    growth_mib,
+    judge,
+    slope_mib_per_min,
+)
 from tests.soak.run import run_soak
 from tests.soak.server import Held, ProcessState
 
@@ -37,6 +46,8 @@ def good() -> Evidence:
         timed_out=3,
         stalled=4,
         preemptions=7,
+        moved=dict.fromkeys(MOVES, 1.0),
+        disk_bytes=1_000_000,
         at_rest=dict(AT_REST),
         memory={"http": [(second, 50_000 + second % 7) for second in range(600)]},
         before={"http": STATE, "engine": STATE},
@@ -93,6 +104,10 @@ WRONG: dict[str, tuple[Callable[[Evidence], None], str]] = {
     "aborts no client asked for": (set_to(ended=Counter({"stop": 910, "abort": 99})), "were aborted"),
     "a refusal too many": (set_to(refused=9), "the server counted 9"),
     "a block leak": (rest("kv_cache_usage_perc", 0.01), "kv_cache_usage_perc"),
+    "a place leak": (rest("kv_level_blocks_held", 1), "kv_level_blocks_held"),
+    "an adapter reference leak": (rest("adapters_in_use", 1), "adapters_in_use"),
+    "a model that was never asleep": (set_to(moved={"model_sleeps_total": 0}), "model_sleeps_total is 0"),
+    "a disk beyond its limit": (set_to(disk_bytes=3_000_000), "the folder on disk"),
     "a permit leak": (rest("admission_places_taken", 1), "admission_places_taken"),
     "a queue leak": (rest("num_requests_waiting", 1), "num_requests_waiting"),
     "a broken invariant": (rest("invariant_violations_total", 1), "invariant_violations_total"),

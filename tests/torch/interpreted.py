@@ -32,7 +32,29 @@ def _reason() -> str:
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4) and version("triton") < "3.7":
         return "the interpreter of this Triton needs numpy before 2.4"
     os.environ["TRITON_INTERPRET"] = "1"
+    _patch_the_language_once()
     return ""
+
+
+def _patch_the_language_once() -> None:
+    """The interpreter replaces the functions of `triton.language` at every launch, and again at every call from one
+    device function to another, which takes longer than what is called. Here they stay replaced."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[tuple[bool, bool]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        values = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        seen = tl in values, tl.core in values
+        if seen not in patched:
+            patched.add(seen)
+            patch(fn)
+        return interpreter._LangPatchScope()
+
+    if patch.__name__ != patch_once.__name__:
+        interpreter._patch_lang = patch_once
 
 
 def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,28 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SiglipVisionConfig,
-)
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+import transformers
 
 from paceline.models.files.open import open_checkpoint
 from paceline.models.spec import ModelSpec
@@ -50,13 +29,13 @@ TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def gemma3_text() -> Any:
-    return Gemma3TextConfig(
+    return transformers.Gemma3TextConfig(
         **SIZES, head_dim=16, sliding_window=16, layer_types=TYPES, query_pre_attn_scalar=9
     )
 
 
 def gemma3_vision() -> Any:
-    vision = SiglipVisionConfig(
+    vision = transformers.SiglipVisionConfig(
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -64,30 +43,42 @@ def gemma3_vision() -> Any:
         image_size=28,
         patch_size=14,
     )
-    return Gemma3Config(text_config=gemma3_text(), vision_config=vision)
+    return transformers.Gemma3Config(text_config=gemma3_text(), vision_config=vision)
 
 
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES)),
+# By name: transformers reads a class when it is asked for first, which takes long where all tests are collected.
+MODELS: dict[str, tuple[str, Any]] = {
+    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**SIZES)),
     "llama-tied-biased": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, head_dim=16),
+        "LlamaForCausalLM",
+        lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, head_dim=16),
     ),
-    "mistral": (MistralForCausalLM, lambda: MistralConfig(**SIZES, sliding_window=None)),
-    "mistral-window": (MistralForCausalLM, lambda: MistralConfig(**SIZES, sliding_window=16)),
-    "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**SIZES)),
+    "mistral": ("MistralForCausalLM", lambda: transformers.MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-window": ("MistralForCausalLM", lambda: transformers.MistralConfig(**SIZES, sliding_window=16)),
+    "qwen2": ("Qwen2ForCausalLM", lambda: transformers.Qwen2Config(**SIZES)),
     "qwen2-window": (
-        Qwen2ForCausalLM,
-        lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+        "Qwen2ForCausalLM",
+        lambda: transformers.Qwen2Config(
+            **SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1
+        ),
     ),
-    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
-    "gemma3": (Gemma3ForCausalLM, gemma3_text),
-    "gemma3-vision": (Gemma3ForConditionalGeneration, gemma3_vision),
-    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**SIZES, sliding_window=16, partial_rotary_factor=0.5)),
-    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4)),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    ),
+    "gemma3": ("Gemma3ForCausalLM", gemma3_text),
+    "gemma3-vision": ("Gemma3ForConditionalGeneration", gemma3_vision),
+    "phi3": (
+        "Phi3ForCausalLM",
+        lambda: transformers.Phi3Config(**SIZES, sliding_window=16, partial_rotary_factor=0.5),
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
+    ),
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        lambda: Qwen3MoeConfig(
+        "Qwen3MoeForCausalLM",
+        lambda: transformers.Qwen3MoeConfig(
             **SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=12, mlp_only_layers=[1], head_dim=16
         ),
     ),
@@ -97,7 +88,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 def made(name: str) -> Any:
     kind, config = MODELS[name]
     torch.manual_seed(0)
-    model = kind(config())
+    model = getattr(transformers, kind)(config())
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases too, so that none looks like another
             parameter.normal_()
@@ -197,8 +188,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rotations_are_the_references(tmp_path: Path, name: str) -> None:
-    config = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 500.0, **ROPES[name]})
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_theta": 500.0, **ROPES[name]})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     (rope,) = open_checkpoint(tmp_path).spec.ropes
     written = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     assert (rope.kind, rope.theta, rope.rotary_dim) == (written["rope_type"], 500.0, 8)
@@ -208,7 +199,9 @@ def test_rotations_are_the_references(tmp_path: Path, name: str) -> None:
     elif name != "default":
         assert rope.trained_positions == written.get("original_max_position_embeddings", 0)
     if name != "default":
-        _, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+        _, attention_factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope.kind](
+            config, torch.device("cpu")
+        )
         assert rope.attention_factor == pytest.approx(attention_factor)
 
 

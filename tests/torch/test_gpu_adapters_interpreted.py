@@ -45,8 +45,8 @@ from paceline.runner.gpu.graphs import DraftKey
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.invariants import InvariantChecker
-from tests.torch.test_gpu_drafts_interpreted import SIZES, QuickRunner
-from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
+from tests.torch.test_gpu_drafts_interpreted import SIZES
+from tests.torch.test_gpu_runner_interpreted import CONFIG, QuickRunner, SameWeights
 
 ROOM = AdapterRoom(places=2, max_rank=20)
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -34,11 +34,10 @@ from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu import device_drafts
-from paceline.runner.gpu.runner import GPURunner
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.draft_budget import DraftBudget
 from paceline.scheduler.invariants import InvariantChecker
-from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
+from tests.torch.test_gpu_runner_interpreted import CONFIG, QuickRunner, SameWeights
 
 LENGTHS = (5, 70, 12)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48)
@@ -46,13 +45,6 @@ PLAIN = (
     SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=12, temperature=0.8, seed=3),
 )
-
-
-class QuickRunner(GPURunner):
-    """Nothing is compiled here, and the product of a single row takes the interpreter longest."""
-
-    def _warm_up(self) -> None:
-        self._decoder._is_plain = False
 
 
 class SureGuide(ScriptedGuide):

@@ -39,8 +39,8 @@ from paceline.runner.model_drafts import Index, ModelDrafter
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.invariants import InvariantChecker
 from tests.guides import ScriptedMaker, structure
-from tests.torch.test_gpu_drafts_interpreted import QuickRunner, finish
-from tests.torch.test_gpu_runner_interpreted import CONFIG, SameWeights
+from tests.torch.test_gpu_drafts_interpreted import finish
+from tests.torch.test_gpu_runner_interpreted import CONFIG, QuickRunner, SameWeights
 from tests.torch.test_model_drafts import Silent, random_head
 
 WIDTH = 3

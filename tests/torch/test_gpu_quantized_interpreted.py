@@ -28,14 +28,15 @@ from paceline.models.files.stored import StoredTensor
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
-from paceline.runner.gpu.build import DeviceStorage
+from paceline.runner.gpu.build import DeviceStorage, load_parts
+from paceline.runner.gpu.device_layers import device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
-from paceline.runner.gpu.linears import GroupedLinear, ScaledLinear
-from paceline.runner.gpu.runner import GPURunner
+from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear, dense_matrix
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
-from tests.pure.models.quantized_files import FORMATS, save, written
-from tests.torch.test_gpu_runner_interpreted import CONFIG
+from tests.pure.models.quantized_files import FORMATS, WITH_EXPERTS, save, written
+from tests.quantized_helpers import stored_matrix
+from tests.torch.test_gpu_runner_interpreted import CONFIG, UnwarmedRunner
 
 STRETCH = 6.0  # of the layers' weights
 PROMPTS = ((70, 6), (3, 2), (9, 3))  # tokens, and tokens to generate
@@ -81,7 +82,7 @@ class RoundedStorage(DenseStorage):
         if self._quantization == "auto" or not weights[0].name.startswith("model.layers."):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
-            group = 128 if matrix.shape[1] % 128 == 0 else 32
+            group = next(size for size in GROUPS if matrix.shape[1] % size == 0)
             return DenseLinear(reference_packed(*group_numbers(matrix, group, torch.float32)).float())
         return RoundedLinear(matrix, EIGHT[self._quantization])
 
@@ -97,7 +98,7 @@ def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[
     runner: Runner
     if isinstance(storage, DeviceStorage):
         parts = build_decoder(checkpoint, 2, storage).parts
-        runner = GPURunner(config, checkpoint.spec, parts, ends, device=torch.device("cpu"))
+        runner = UnwarmedRunner(config, checkpoint.spec, parts, ends, device=torch.device("cpu"))
     else:
         runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512, storage), config.kv), ends)
     engine = build_engine(config, runner)
@@ -151,3 +152,63 @@ def test_matrices_of_files_stay_quantised(name: str, tmp_path: Path, monkeypatch
             assert isinstance(linear, kept if quantization == "auto" else DenseLinear)
         x = torch.randn(3, values.shape[1])
         torch.testing.assert_close(linear(x).double(), x.double() @ values.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, bits", [("fp8 per tensor", 8), ("fp8 blocks", 8), ("compressed int8", 8), ("awq", 4)]
+)
+def test_experts_of_files_stay_quantised(name: str, bits: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, written(name, values=WITH_EXPERTS)))
+    cpu = torch.device("cpu")
+    parts = load_parts(checkpoint, cpu, torch.float32)
+    layer = device_layer(parts.layers[0], checkpoint.spec, cpu, torch.float32)
+    assert layer.experts is not None
+    weights = layer.experts.weights
+    assert (weights.gate_up.bits, weights.down.bits) == (bits, bits)
+    assert (weights.gate_up.shape, weights.down.shape) == ((3, 512, 128), (3, 128, 256))
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+def test_matrices_of_gguf_files_stay_in_four_bits(dtype: str) -> None:
+    """Where they have no more; others have 16, and that is noted."""
+    stored = stored_matrix((32, 256), dtype)
+    storage = DeviceStorage(torch.device("cpu"), torch.float32)
+    linear = storage.linear([stored, stored], None)
+    assert isinstance(linear, DenseLinear if dtype == "Q8_0" else GroupedLinear)
+    assert storage.unpacked == ({"Q8_0"} if dtype == "Q8_0" else set())
+    values = torch.from_numpy(np.concatenate([stored.to_float32()] * 2))
+    torch.testing.assert_close(dense_matrix(linear, torch.float32), values, rtol=1e-6, atol=1e-7)
+
+
+def test_what_has_to_be_unpacked_is_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No product takes int8 with more than one scale a row."""
+    model = written("compressed int8")
+    for name, values in list(model.tensors.items()):
+        if name.endswith("weight_scale"):
+            model.tensors[name] = np.repeat(values, 2, axis=1)
+    load_parts(open_checkpoint(save(tmp_path, model)), torch.device("cpu"), torch.float32)
+    assert [record.getMessage() for record in caplog.records] == [
+        "matrices of INT8 have 16 bits on the GPU: no product takes them as they are in the file"
+    ]
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed int8", "gptq"])
+def test_scales_of_keys_and_values_change_nothing_but_their_range(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit; of 0.3 and 5.0 the next powers of two are taken."""
+    exact_fp8(monkeypatch)
+    model = written(name)
+    model.tensors["model.layers.0.self_attn.k_scale"] = np.array(0.3, np.float32)
+    model.tensors["model.layers.0.self_attn.v_scale"] = np.array([5.0], np.float32)
+    checkpoint = open_checkpoint(save(tmp_path, model))
+    cpu, fp8 = torch.device("cpu"), torch.float8_e4m3fn
+    plain, folded = (load_parts(checkpoint, cpu, torch.float32, kv_dtype=kind) for kind in (None, fp8))
+    x, spec = torch.randn(3, 128), checkpoint.spec
+    before, after = (parts.layers[0].attention for parts in (plain, folded))
+    heads, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, k, v = torch.split(before.qkv(x), [heads, keys, keys], dim=-1)
+    assert torch.equal(after.qkv(x), torch.cat([q * 0.5, k / 0.5, v / 8.0], dim=-1))
+    assert torch.equal(after.output(x), before.output(x) * 8.0)

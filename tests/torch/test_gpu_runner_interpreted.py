@@ -24,9 +24,10 @@ from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import RowLogprobs, Runner
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.kv.tiers import HOST
-from paceline.models.files.open import open_checkpoint
+from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.files.stored import StoredTensor
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
@@ -94,6 +95,35 @@ class SameWeights(DeviceStorage):
         return torch.from_numpy(stored.to_float32())
 
 
+class UnwarmedRunner(GPURunner):
+    """Runs no step before its first: nothing is compiled here, and the test of the pace warms up once."""
+
+    def _warm_up(self) -> None:
+        pass
+
+
+class QuickRunner(UnwarmedRunner):
+    """For tests of other things than products: that of a single row takes the interpreter longest."""
+
+    def _warm_up(self) -> None:
+        self._decoder._is_plain = self._decoder._joins_norms = False
+
+
+def make_runner(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    on_gpu: bool,
+    kv_dtype: torch.dtype | None = None,
+    kind: type[GPURunner] = QuickRunner,
+) -> Runner:
+    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
+    if not on_gpu:
+        return CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
+    return kind(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
+
+
 Logprobs = dict[tuple[int, int], RowLogprobs]  # by request and position
 
 
@@ -106,13 +136,7 @@ def generate(
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256),
         depth=depth,
     )
-    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
-    runner: Runner
-    if on_gpu:
-        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
-        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device, kv_dtype=kv_dtype)
-    else:
-        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
+    runner = make_runner(checkpoint, config, on_gpu=on_gpu, kv_dtype=kv_dtype, kind=UnwarmedRunner)
     engine = build_engine(config, runner, guide_maker=ScriptedMaker(checkpoint.spec.vocab_size))
     random = np.random.default_rng(0)
     found: dict[int, list[int]] = {}
@@ -154,10 +178,10 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert all(expected.values())
     assert [len(tokens) for tokens in expected.values()][-3:] == [6, 5, 7]
     assert {len(told.top_tokens) for told in right.values()} == {0, 1, 2, 5, 20}
-    for depth in (1, 3):
-        tokens, logprobs = generate(tmp_path, on_gpu=True, depth=depth)
-        assert tokens == expected
-        assert_same(logprobs, right)
+    # At a depth of 1 the same requests run with eight bits, below.
+    tokens, logprobs = generate(tmp_path, on_gpu=True, depth=3)
+    assert tokens == expected
+    assert_same(logprobs, right)
 
 
 def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
@@ -179,22 +203,49 @@ def test_tokens_with_eight_bits_are_those_of_a_cpu_that_rounds(
     assert generate(tmp_path, on_gpu=True, depth=1, kv_dtype=fp8)[0] == expected
 
 
-def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
-    """Tokens of a request that drops a block."""
+def small_engine(folder: Path, *, on_gpu: bool, depth: int) -> tuple[Engine, Runner]:
     checkpoint = open_checkpoint(folder, load_format="dummy")
     config = EngineConfig(
         kv=KVConfig(block_size=64, num_blocks=24, groups=(GroupSpec(),)),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=256),
         depth=depth,
     )
-    ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
-    runner: Runner
-    if on_gpu:
-        parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
-        runner = GPURunner(config, checkpoint.spec, parts, ends, device=device)
-    else:
-        runner = CPURunner(config, TorchStep(build_decoder(checkpoint, 512), config.kv), ends)
-    engine = build_engine(config, runner)
+    runner = make_runner(checkpoint, config, on_gpu=on_gpu)
+    return build_engine(config, runner), runner
+
+
+def forked(folder: Path, *, on_gpu: bool, depth: int) -> tuple[list[list[int]], int]:
+    """Tokens of a request and of branches with a token put behind what they share, and steps whose rows all decode
+    although a branch has joined."""
+    engine, runner = small_engine(folder, on_gpu=on_gpu, depth=depth)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    (parent,) = engine.add([7, 8, 9, 10, 11], sampling)
+    found: dict[int, list[int]] = {parent: []}
+    lent = 0
+    while engine.has_requests or not engine.is_idle:
+        events = engine.step_overlapped() if depth else engine.step()
+        assert engine.last_error is None, repr(engine.last_error)
+        lent += on_gpu and bool(len(runner._rows._lent))  # type: ignore[attr-defined]
+        for batch in events.tokens:
+            for number, token in zip(batch.requests.tolist(), batch.tokens.tolist(), strict=True):
+                found[number].append(token)
+        if len(found) == 1 and len(found[parent]) >= 3:
+            made = [engine.fork(parent, 1, at=2, append=[token])[0] for token in (20, 30)]
+            found |= {number: [] for number in made}
+    return list(found.values()), lent
+
+
+def test_branches_of_one_token_decode_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected, _ = forked(tmp_path, on_gpu=False, depth=0)
+    assert [len(tokens) for tokens in expected] == [6, 3, 3] and expected[1] != expected[2]
+    for depth in (0, 1):
+        assert forked(tmp_path, on_gpu=True, depth=depth) == (expected, 1)
+
+
+def dropping(folder: Path, *, on_gpu: bool, depth: int, preempt: bool = False) -> list[list[int]]:
+    """Tokens of a request that drops a block."""
+    engine, _ = small_engine(folder, on_gpu=on_gpu, depth=depth)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, kv_keep=KEPT)
     prompt = np.random.default_rng(1).integers(0, 512, 66).tolist()
     found: dict[int, list[int]] = {engine.add(prompt, sampling)[0]: []}
@@ -224,22 +275,22 @@ def test_requests_that_drop_kv_get_the_tokens_of_the_cpu(tmp_path: Path) -> None
 
 
 def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    small = {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | small))
     checkpoint = open_checkpoint(tmp_path, load_format="dummy")
-    given = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=64)
+    given = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=34, max_model_len=64)
     config = EngineConfig(kv=KVConfig(block_size=64, num_blocks=8, groups=(GroupSpec(),)), scheduler=given)
     device = torch.device("cpu")
     parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
     runner = GPURunner(config, checkpoint.spec, parts, checkpoint.spec.eos_token_ids, device=device)
     paced = with_pace(given, runner, checkpoint.spec, 4)
-    assert paced.keeps_pace and paced.step_costs is not None and paced.max_num_batched_tokens == 48
-    assert paced.step_costs.sizes == (48,) and paced.step_costs.seconds[0] > 0 < paced.step_costs.context_s
+    assert paced.keeps_pace and paced.step_costs is not None and paced.max_num_batched_tokens == 34
+    assert paced.step_costs.sizes == (34,) and paced.step_costs.seconds[0] > 0 < paced.step_costs.context_s
 
 
 def test_a_prefix_computed_found_on_the_device_and_loaded_from_the_host_gives_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(GPURunner, "_prepare", lambda self, graphs: None)  # here nothing is compiled
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     checkpoint = open_checkpoint(tmp_path, load_format="dummy")
     costs = PreemptionCosts(token_s=1.0, block_s=1e-6, step_s=0.0)
@@ -250,10 +301,7 @@ def test_a_prefix_computed_found_on_the_device_and_loaded_from_the_host_gives_th
         ),
         depth=1,
     )
-    device = torch.device("cpu")
-    parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
-    runner = GPURunner(config, checkpoint.spec, parts, checkpoint.spec.eos_token_ids, device=device)
-    engine = build_engine(config, runner)
+    engine = build_engine(config, make_runner(checkpoint, config, on_gpu=True))
     random = np.random.default_rng(1)
     prompts = [random.integers(0, 512, 70).tolist() for _ in range(4)]
     greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)

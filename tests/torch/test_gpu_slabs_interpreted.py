@@ -72,7 +72,7 @@ def opened(folder: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def engine_config(**kv: int) -> EngineConfig:
+def engine_config(**kv: Any) -> EngineConfig:
     return EngineConfig(
         kv=KVConfig(block_size=64, **kv),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=192, max_model_len=LONGEST),
@@ -87,7 +87,8 @@ class TwoModels:
         shared = SharedMemory(
             num_slabs=num_slabs, slab_bytes=memory.slab_bytes, kv_slabs=8, part=0.5, device=memory
         )
-        self.engines, self.sleepers, owners = [], [], []
+        owners: list[Owner] = []
+        self.engines, self.sleepers = [], []
         for checkpoint, shape in zip(checkpoints, shapes, strict=True):
             given = {"block_size": 64, "max_model_len": LONGEST}
             sizes = shared.sizes(given, shape.block_bytes, LONGEST, None)

@@ -51,7 +51,7 @@ def test_the_layer_of_the_decoder_gives_the_same(normalize: bool) -> None:
     weights, x = mixture.weights(), mixture.tokens(9)
     router = DenseLinear(torch.randn(4, 32))
     feed_forward = [
-        FeedForward(DenseLinear(weights.gate_up[expert]), DenseLinear(weights.down[expert]), "silu")
+        FeedForward(DenseLinear(weights.gate_up.q[expert]), DenseLinear(weights.down.q[expert]), "silu")
         for expert in range(4)
     ]
     expected = Experts(router, feed_forward, 2, normalize=normalize)(x)
@@ -63,7 +63,8 @@ def test_the_layer_of_the_decoder_gives_the_same(normalize: bool) -> None:
     cases.assert_close(out, expected.double(), 1e-5)
 
 
-def test_experts_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
+def test_experts_of_fewer_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact_fp8(monkeypatch)
-    mixture = cases.Mixture(device="cpu", dtype=torch.float32, experts=4, per_token=2, hidden=32, inner=48)
-    cases.check_scaled_product(mixture, 7)
+    mixture = cases.Mixture(device="cpu", dtype=torch.float32, experts=4, per_token=2, hidden=128, inner=64)
+    cases.check_quantized_product(mixture, 7, kind)

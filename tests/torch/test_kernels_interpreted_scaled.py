@@ -11,6 +11,7 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.runner.gpu.kernels.gated_product import Activation
+from paceline.runner.gpu.kernels.packed_product import packed_tuning
 from paceline.runner.gpu.kernels.scaled_product import scaled_gated_tuning, scaled_tuning
 from paceline.runner.gpu.kernels.scaled_row_product import RowTuning, scaled_row_tuning
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
@@ -70,15 +71,22 @@ def test_the_product_of_one_row(kind: torch.dtype, has_norm: bool, gated: bool) 
     scaled.check_scaled_row_product(SMALL, 6, 1120, kind, has_norm=has_norm, gated=gated, tuning=tuning)
 
 
-@pytest.mark.parametrize("group, inner", [(32, 192), (64, 256), (128, 256), (256, 256)])
+@pytest.mark.parametrize("group, inner", [(32, 192), (64, 192), (32, 256), (64, 256), (128, 256), (256, 256)])
 def test_products_of_four_bits(group: int, inner: int) -> None:
-    tuning = ProductTuning(columns=16, inner=128)
+    tuning = ProductTuning(columns=16, inner=64)
     scaled.check_packed_product(SMALL, 5, 32, inner, group, tuning)
     scaled.check_packed_product(SMALL, 3, 16, inner, group, tuning, gated=True)
 
 
 def test_products_of_four_bits_in_parts() -> None:
     scaled.check_packed_product(SMALL, 19, 32, 512, 128, ProductTuning(columns=16, inner=128, parts=2))
+
+
+def test_products_of_four_bits_of_more_rows_than_a_program_takes() -> None:
+    scaled.check_packed_product(SMALL, 70, 32, 128, 128, ProductTuning(columns=32, inner=128, rows=32))
+    scaled.check_packed_product(
+        SMALL, 70, 128, 256, 64, packed_tuning(70, 128, 256, narrow=True)
+    )  # as it is chosen
 
 
 @pytest.mark.parametrize("group, narrow, gated", [(128, False, False), (128, True, False), (32, False, True)])
@@ -93,7 +101,7 @@ def test_four_bits_come_close() -> None:
 def test_every_shape_is_cut_without_a_rest() -> None:
     shapes = [(6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536), (48, 96), (1024, 2048)]
     for columns, inner in shapes:
-        for rows in (1, 8, 16, 32, 64):
+        for rows in (1, 8, 16, 32, 64, 100, 256):
             for narrow in (False, True):
                 cut = scaled_tuning(rows, columns, inner, narrow=narrow)
                 assert columns % cut.columns == 0 and inner % (cut.inner * cut.parts) == 0

@@ -15,17 +15,11 @@ import pytest
 
 from paceline import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from paceline.errors import EngineFailed, InvalidRequest
-from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=240)
 TIMEOUT_S = 60
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

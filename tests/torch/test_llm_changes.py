@@ -12,15 +12,9 @@ import pytest
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.request import RequestState
 from paceline.errors import InvalidRequest, UnknownRequest
-from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

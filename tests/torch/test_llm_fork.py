@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import aclosing, closing
 from pathlib import Path
 
@@ -11,22 +10,10 @@ import pytest
 
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.errors import UnknownRequest
-from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
-        yield llm
 
 
 def alone(llm: LLM, params: SamplingParams) -> RequestOutput:

@@ -14,15 +14,10 @@ from paceline import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from paceline.errors import ConfigError, EngineFailed, InvalidRequest
 from paceline.factory import load_model
 from paceline.llm.arguments import split_arguments
-from tests.model_folder import CONTEXT, CONTROLS, EOS, VOCAB_SIZE, write_model
+from tests.model_folder import CONTEXT, CONTROLS, EOS, VOCAB_SIZE
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,10 @@ import sys
 from contextlib import aclosing
 from pathlib import Path
 
-import pytest
-
 from paceline import AsyncLLM, SamplingParams
 from paceline.audit.runlog import read_run_log
 from paceline.audit.trail import verify
 from paceline.lab.sim.replayer import replay
-from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -24,11 +21,6 @@ from paceline import LLM, SamplingParams
 llm = LLM(sys.argv[1], load_format="dummy", num_blocks=96, run_log=sys.argv[2], decision_log=sys.argv[3])
 llm.generate(["one", "two", "three"], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_of_async_llm_replays_and_its_decisions_verify(folder: Path, tmp_path: Path) -> None:

@@ -11,18 +11,12 @@ import pytest
 
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.errors import DeadlineImpossible
-from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TOO_SOON = replace(GREEDY, max_tokens=200, deadline_ms=1)
 TRYING = replace(TOO_SOON, on_infeasible="try")
 PROMPTS = ["one two three", "four five six", "seven"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

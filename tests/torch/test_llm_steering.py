@@ -18,11 +18,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["hello there " * 12, "a river", "the sky is " * 9]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def test_a_turned_dial_changes_no_token(folder: Path) -> None:
     llm = LLM(str(folder), **OPTIONS)
     plain = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]

@@ -13,6 +13,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import RequestOutput
+from tests.cases import first
 from tests.model_folder import write_model
 from tests.torch.gguf_reference import smollm2_path
 from tests.torch.llm_helpers import OPTIONS
@@ -65,9 +66,10 @@ def checked_calls(outputs: list[RequestOutput]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(SMOLLM2 is None or not SMOLLM2.exists(), reason="SmolLM2 is not on this machine")
-def test_two_hundred_calls_of_smollm2_are_valid() -> None:
+@pytest.mark.parametrize("number", first(1, [8, 100]))
+def test_calls_of_smollm2_are_valid(number: int) -> None:
     llm = LLM(str(SMOLLM2), max_model_len=2048)
-    chats = [[{"role": "user", "content": QUESTIONS[index % 4]}] for index in range(100)]
+    chats = [[{"role": "user", "content": QUESTIONS[index % 4]}] for index in range(number)]
     params = [
         SamplingParams(temperature=index % 2, seed=index, max_tokens=1_500) for index in range(len(chats))
     ]

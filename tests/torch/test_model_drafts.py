@@ -31,6 +31,7 @@ from paceline.runner.drafts import NgramDrafter
 from paceline.runner.model_drafts import MOST_FAILURES, ModelDrafter
 from paceline.runner.torch_step import TorchStep
 from tests.bits import Circumstances, Record, record
+from tests.cases import diagonal
 from tests.model_folder import write_model, write_weights
 from tests.native.test_native_drafts import CIRCUMSTANCES, SAMPLINGS, answer
 from tests.native.test_native_engine import ALONE, MAX_LEN, NUM_NEW, prompts
@@ -116,9 +117,16 @@ def alone(window: int | None) -> Record:
 
 
 # The groups of layers are the same for all kinds.
-@pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in GUESSERS), ("eagle", 24)])
-@pytest.mark.parametrize("around", [each for each in CIRCUMSTANCES if not each.threads], ids=str)
-def test_tokens_are_those_without_drafts(kind: str, around: Circumstances, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("guesser", "around"),
+    diagonal(
+        [*((kind, None) for kind in GUESSERS), ("eagle", 24)],
+        [each for each in CIRCUMSTANCES if not each.threads],
+    ),
+    ids=str,
+)
+def test_tokens_are_those_without_drafts(guesser: tuple[str, int | None], around: Circumstances) -> None:
+    kind, window = guesser
     decoder = target(window)
     found = run(decoder, around, net_for(kind, decoder))
     assert found.outputs == alone(window).outputs
@@ -129,8 +137,7 @@ def test_tokens_are_those_without_drafts(kind: str, around: Circumstances, windo
         assert not found.rejected
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("kind", GUESSERS)
+@pytest.mark.parametrize(("kind", "depth"), diagonal(GUESSERS, [0, 2]))
 def test_every_parameter_gives_the_same_tokens(kind: str, depth: int) -> None:
     samplings = [
         replace(each, max_tokens=40, seed=number, ignore_eos=each.structured_outputs is None)
@@ -230,8 +237,7 @@ def test_a_head_without_numbers_is_switched_off(caplog: pytest.LogCaptureFixture
     ]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft_model"])
-@pytest.mark.parametrize("method", ["auto", "named"])
+@pytest.mark.parametrize(("kind", "method"), diagonal(["eagle", "medusa", "draft_model"], ["auto", "named"]))
 def test_a_model_is_served_with_drafts_of_another(tmp_path: Path, kind: str, method: str) -> None:
     """A model guesses its own tokens best."""
     folder = write_weights(write_model(tmp_path / "model"))

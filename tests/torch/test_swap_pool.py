@@ -87,11 +87,30 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
     assert not len(places.completed(wait=True))
 
 
-def test_an_empty_step_waits_for_what_comes_back_before_what_goes() -> None:
-    class Slow(DeviceQueue):
-        def mark(self) -> Mark:
-            return Late()
+class Slow(DeviceQueue):
+    def mark(self) -> Mark:
+        return Late()
 
+
+def test_no_more_copies_are_queued_than_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pools, "MOST_QUEUED", 4)
+    blocks = torch.arange(12 * 6).view(12, 2, 3)
+    places = SwapPool([blocks], 12, DeviceQueue(CPU))
+    places._out.queue = Slow(CPU)
+    several = both(swaps(1, [1, 2], [1, 2]), both(swaps(2, [3, 4], [3, 4]), swaps(3, [5], [5])))
+    places.swap(several, NO_SWAPS)
+    places.swap(swaps(4, [6, 7, 8, 9, 10], [6, 7, 8, 9, 10]), NO_SWAPS)
+    assert (len(places._out.under_way), places._out.num_open) == (2, 4)
+    host = places.places.tensors[0]
+    assert torch.equal(host[1:5], blocks[1:5]) and not host[5:].any()
+    done = []
+    for _ in range(4):
+        done += places.completed(wait=True).tolist()
+        places.swap(NO_SWAPS, NO_SWAPS)  # the next step
+    assert done == [1, 2, 3, 4] and torch.equal(host[1:11], blocks[1:11])
+
+
+def test_an_empty_step_waits_for_what_comes_back_before_what_goes() -> None:
     places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
     places._out.queue, places._back.queue = Slow(CPU), Slow(CPU)
     places.swap(swaps(1, [1], [1]), NO_SWAPS)

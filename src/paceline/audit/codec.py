@@ -60,7 +60,7 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
-NEVER_LOGGED = frozenset({"tokens", "sampling", "texts", "heads"})
+NEVER_LOGGED = frozenset({"tokens", "sampling", "texts", "contents", "uses_left"})
 _ALIGNED = (
     RowJoins,
     RowSpans,

@@ -170,6 +170,8 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
         return f"{start}its own KV was still being copied to host memory"
+    if decision.reason is Rule.ASLEEP:
+        return f"had to wait {format_time(decision.seconds)} until step {decision.step}: its model was asleep"
     if decision.reason is Rule.ADAPTER:
         return f"{start}its adapter was not in memory"
     if decision.reason is Rule.LOADING:
@@ -191,10 +193,11 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
 def _load(run: list[Decision], past: list[Decision]) -> str:
     decision = run[-1]
     tokens, when = _count(decision.value, "token"), f"at step {decision.step}"
+    has_fetched = any(each.reason is Rule.LOADING for each in (*past, *run))
     if decision.reason is Rule.LOAD_FAILED:
         return f"{tokens} of KV could not be copied to the device before step {decision.step}: to be computed"
     what = {
-        Rule.LOADS: f"{tokens} of its prompt came from host memory {when}",
+        Rule.LOADS: f"{tokens} of its prompt came from {'the disk' if has_fetched else 'host memory'} {when}",
         Rule.LOADING: f"waited for {tokens} of its prompt from the disk {when}",
         Rule.MAKING_ROOM: f"waited {when} for room to load {tokens} of its prompt",
     }.get(decision.reason, f"computed {tokens} of its prompt {when} that host memory has")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -76,6 +79,11 @@ def checked_sampling(given: Mapping[str, Any]) -> SamplingParams:
         if name and text.startswith(name):
             text = "--" + name.replace("_", "-") + text.removeprefix(name)
         raise InputError(text) from error
+
+
+def command_line() -> str:
+    """The command as results may show it: without the password of an address."""
+    return re.sub(r"(://[^/@\s:]*):[^/@\s]*@", r"\1:...@", shlex.join(["paceline", *sys.argv[1:]]))
 
 
 def split_list(text: str, flag: str) -> list[str]:

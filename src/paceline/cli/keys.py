@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.command import Command, CommandGroup
 from paceline.cli.terminal import columns, note
 from paceline.config.options import CheckedOptions, from_values, option
+from paceline.config.server import split_list
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import InputError
 from paceline.server.access.caller import (
@@ -99,6 +100,16 @@ class KeyOptions(CheckedOptions):
     lowest_priority_number: int | None = option(
         None, "smallest priority it may ask for; smaller runs first", **_LIMITS[PRIORITY]
     )
+    cache_share: float | None = option(
+        None,
+        "share of the KV cache; what it leaves there beyond is evicted first",
+        low=0.0,
+        high=1.0,
+        default_text="1",
+    )
+    adapters: str | None = option(
+        None, "adapters it may name, with commas between", metavar="NAME,...", default_text="all"
+    )
     price_prompt: float | None = option(None, "price of a million prompt tokens", **_PRICE)
     price_cached_prompt: float | None = option(
         None, "price of a million cached prompt tokens", **_PRICE | {"default_text": "--price-prompt"}
@@ -178,6 +189,10 @@ def _rights(options: KeyOptions) -> dict[str, Any]:
     found: dict[str, Any] = {"class": values["service_class"], "weight": values["weight"]}
     if options.admin:
         found["admin"] = True
+    if options.cache_share is not None:
+        found["cache_share"] = options.cache_share
+    if options.adapters is not None:
+        found["adapters"] = list(split_list(options.adapters))
     found |= {name: values[name] for name in LIMITS if name in values}
     prices = {name.removeprefix(PRICE): value for name, value in values.items() if name.startswith(PRICE)}
     return {**found, "prices": prices} if prices else found
@@ -187,6 +202,8 @@ def _described(key: Key) -> dict[str, Any]:
     found = {"name": key.tenant, "enabled": key.enabled, "admin": key.is_admin}
     found |= {"class": key.service_class, "weight": key.weight}
     prices = {name: float(price) for name, price in asdict(key.prices).items()}
+    adapters = None if key.adapters is None else sorted(key.adapters)
+    found |= {"cache_share": key.cache_share, "adapters": adapters}
     return {**found, **{name: getattr(key, name) for name in LIMITS}, "prices": prices}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from paceline.config.kept_kv import check_kept
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
 from paceline.errors import ConfigError
 
@@ -474,11 +475,20 @@ class ModelConfig(CheckedOptions):
     )
     kv_disk_write_rate: int | None = option(
         None,
-        "most bytes a second written to --kv-disk-dir",
+        "most bytes a second written to --kv-disk-dir or --kv-store",
         low=1,
         panel="KV cache",
         metavar="BYTES",
         default_text="half of what it showed at start-up",
+    )
+    kv_store: str | None = option(
+        None,
+        "redis that keeps the KV of prompts for several servers, instead of a disk; needs paceline[redis]",
+        panel="KV cache",
+        metavar="redis://HOST:PORT/DB",
+    )
+    kv_store_key: str | None = option(
+        None, "key that the servers of --kv-store share; made if missing", panel="KV cache", metavar="FILE"
     )
     kv_memory_part: float = option(1.0, "its part of the KV memory that follows from the machine", panel=None)
     gpu_memory_utilization: float = option(
@@ -506,8 +516,7 @@ class ModelConfig(CheckedOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.kv_disk_dir is None and (self.kv_disk_size or self.kv_disk_write_rate):
-            raise ConfigError("--kv-disk-size and --kv-disk-write-rate need --kv-disk-dir")
+        check_kept(self)
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.core.events import Rule
 from paceline.core.plan import StepPlan
@@ -42,6 +43,29 @@ class AdapterStats:
     most: int = 0  # that may be; 0: all there are
     read: int = 0  # times that one was read again
     evicted: int = 0
+
+
+class LevelUse(NamedTuple):
+    """How a level below the device is used, in blocks of all layer groups."""
+
+    name: str  # host or disk
+    held: int  # by swapped requests and copies under way
+    cached: int  # hold a prefix, copies of which may be under way
+    places: int
+    # Since the start: prompt tokens hit here, blocks copied to it and back, copies that failed.
+    hits: int
+    stored: int
+    loaded: int
+    failed: int
+    is_off: bool  # it failed too often
+
+
+class SlabUse(NamedTuple):
+    """Slabs of the memory that models share, where they do: those of one model, and all there are."""
+
+    kv: int = 0
+    weights: int = 0
+    all: int = 0
 
 
 @dataclass(slots=True)

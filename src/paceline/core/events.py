@@ -151,6 +151,7 @@ class Rule(StrEnum):
     RESERVE = "reserve"  # its full length is not free beside the lengths that were promised
     TREE_ROWS = "rows of its tree"  # its tree has as many rows as it may; others may pass
     ADAPTER = "adapter"  # its adapter is not in memory, or is about to leave it; others may pass
+    ASLEEP = "asleep"  # its model slept; seconds: from its arrival to the first step after the wake
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
@@ -229,7 +230,7 @@ class Decision(NamedTuple):
     | defer          | blocks kept back for others    | the one admitted last (rows,       |                     |
     |                |                                | blocks), that took the last tokens |                     |
     |                |                                | (budget), that computes what it    |                     |
-    |                |                                | can share (prefix)                 |                     |
+    |                |                                | can share (prefix)                 | waited (asleep)     |
     | chunk, stall   | tokens scheduled               | the one that got a block (stall)   |                     |
     | preempt        | tokens computed so far         | the one that got its place         | expected cost       |
     | load           | tokens                         |                                    | expected, of loading|

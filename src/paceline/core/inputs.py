@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.dial import DialKind
 from paceline.core.kv_keep import KVKeep
-from paceline.core.request import DEFAULT_TENANT, BlockKey, BlockReason, Request, RequestId
+from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, named_keys
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.core.tree import TreeLimits
@@ -127,7 +127,7 @@ class AddRequest(Input):
             tenant=self.tenant,
             service_level=ServiceLevel(self.service_class, self.priority),
             deadline_s=self.deadline_s,
-            keys=[BlockKey(key, b"") for key in self.keys],
+            keys=named_keys(self.keys),
         )
         request.num_prompt, request.parent = self.num_prompt, self.parent
         request.model, request.adapter = self.model, self.adapter
@@ -244,9 +244,9 @@ class SetAdapter(Input):
 
 @_logged_as("restored")
 class Restored(Input):
-    """What earlier runs have left on the disk can be hit from now on."""
+    """What earlier runs, or other servers, have left on the disk can be hit from now on."""
 
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # none: wherever there is room
     keys: tuple[bytes, ...]
     uses: tuple[int, ...]
     learned: tuple[tuple[float, ...], ...] = ()  # by their eviction, by level

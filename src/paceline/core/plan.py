@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.core.fast import value
 from paceline.core.guide import Guide
+from paceline.core.request import BlockKey
 from paceline.core.sampling import SamplingParams
 from paceline.core.store import BlockHead
 
@@ -146,7 +147,14 @@ class Moves:
     group: I32 = field(default_factory=_empty)
     host: I32 = field(default_factory=_empty)
     disk: I32 = field(default_factory=_empty)
-    heads: tuple[BlockHead, ...] = ()  # what the blocks are; not logged
+    # What the blocks hold, and what is left of its uses; not logged.
+    contents: tuple[BlockKey, ...] = ()
+    uses_left: tuple[int, ...] = ()
+
+    def heads(self) -> list[BlockHead]:
+        """What a store has to know of each block."""
+        pairs = zip(self.contents, self.uses_left, strict=True)
+        return [BlockHead(key.key, key.check, uses) for key, uses in pairs]
 
 
 @value

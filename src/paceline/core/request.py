@@ -8,7 +8,7 @@ object at admission, preemption and finish. While it runs, its counters live in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
@@ -99,12 +99,23 @@ class BlockKey:
     key: bytes
     payload: bytes
     check: bytes = b""
+    parent: bytes = b""  # key of the block before it; b"": it is the first, or that is not known
 
     def is_same(self, other: BlockKey) -> bool:
         """Whether two keys that are equal stand for the same tokens. This one is of a cached block."""
         if self.payload or not self.check:
             return self.payload == other.payload
         return self.check == other.check
+
+
+def named_keys(names: Iterable[bytes], before: Sequence[BlockKey] = ()) -> list[BlockKey]:
+    """Keys without what they were made from, of blocks that stand behind one another, behind those of `before`."""
+    parent = before[-1].key if before else b""
+    made = []
+    for name in names:
+        made.append(BlockKey(name, b"", parent=parent))
+        parent = name
+    return made
 
 
 class Cost(NamedTuple):

@@ -18,6 +18,9 @@ class BlockHead(NamedTuple):
     uses: int = 0  # what is left of its uses, as eviction counts them
 
 
+ANYWHERE = -1  # the place of an entry that can be read as if it were in any
+
+
 class BlockStore(Protocol):
     """Numbered places, each for one block."""
 
@@ -34,7 +37,8 @@ class BlockStore(Protocol):
         ...
 
     def entries(self) -> Iterator[tuple[int, BlockHead]]:
-        """What earlier runs have left: each place, and what should be in it."""
+        """What earlier runs have left: each place, and what should be in it. From a store that servers share: what
+        others have left since the last call. Raises OSError where that cannot be read."""
         ...
 
 

@@ -90,6 +90,7 @@ class Engine:
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
         self.on_close: Callable[[], object] = lambda: None  # called last, once
+        self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1
@@ -411,6 +412,8 @@ class Engine:
             self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
+        if self.before_plan is not None:
+            self.before_plan()
         plan = self.scheduler.schedule()
         if self.scheduler.state.adapters.orders:
             self.adapters.obey()
@@ -430,7 +433,7 @@ class Engine:
             self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
-        guides = self.guides.of_rows() if self.guides else None
+        guides = self.guides.of_rows(plan) if self.guides else None
         self._in_flight.append(StepInFlight(plan, pending, t_plan, inputs, decisions, guides))
         return True
 
@@ -508,7 +511,7 @@ class Engine:
 
     def _branch(self, tokens: NDArray[np.int32], sampling: SamplingParams, index: int) -> Request:
         own = sampling
-        if sampling.n > 1 or index:
+        if sampling.n > 1 or (index and (sampling.seed, sampling.prompt_logprobs) != (None, None)):
             seed = None if sampling.seed is None else branch_seed(sampling.seed, index)
             prompt_logprobs = None if index else sampling.prompt_logprobs  # the same for all: one tells them
             own = replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.counters import COMPLETE, UNFINISHED
 from paceline.core.events import Rule, TokenEvents
 from paceline.core.guide import Guide, GuideMaker
-from paceline.core.plan import GuideWork
+from paceline.core.plan import GuideWork, StepPlan
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest, InvalidTransition
-from paceline.guide.matcher import consume_all
+from paceline.guide.matcher import GuideBatch
 from paceline.scheduler.scheduler import Scheduler
 
 COMPILE_S = 10.0  # until a request whose structure is not compiled gives up
@@ -25,8 +29,20 @@ _logger = logging.getLogger("paceline")
 NO_MAKER = "structured_outputs: answers with a structure are not available on this engine"
 
 
+@dataclass(slots=True, eq=False)
+class _Moved:
+    """The guides that moved on in a step, for as long as tokens come for the same requests."""
+
+    requests: NDArray[np.int64]  # of all tokens
+    places: NDArray[np.int64]  # of those with a guide, among them
+    ids: list[RequestId]
+    guides: list[Guide]
+    batch: GuideBatch | None  # None: with drafts a request gets several tokens
+    times: int = 0  # that it has moved on
+
+
 class Guides:
-    """The guides of one engine."""
+    """The guides of one engine. In a steady step there is no loop over them."""
 
     def __init__(self, scheduler: Scheduler, maker: GuideMaker | None) -> None:
         self._scheduler = scheduler
@@ -36,6 +52,9 @@ class Guides:
         self._starts: dict[RequestId, int] = {}
         self._ends: dict[RequestId, int] = {}
         self._waiting: dict[RequestId, Structure] = {}
+        # As long as no request comes, goes or changes its row.
+        self._moved: _Moved | None = None
+        self._by_row: dict[int, Guide] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._guides)
@@ -61,6 +80,7 @@ class Guides:
     def add(self, requests: Sequence[Request], guide: Guide | None, start: int | None = None) -> None:
         """Requests of one structure have come; None: it is being compiled. `start`: tokens before the first that it
         has seen, where that is not their prompt."""
+        self._changed()
         for request in requests:
             self._starts[request.id] = request.num_prompt if start is None else start
             self._ends[request.id] = request.num_tokens
@@ -104,6 +124,7 @@ class Guides:
 
     def extended(self, request_id: RequestId, guide: Guide, num_tokens: int) -> None:
         """A request has been extended, and has so many tokens now."""
+        self._changed()
         self._guides[request_id], self._ends[request_id] = guide, num_tokens
 
     def _standing(
@@ -111,6 +132,7 @@ class Guides:
     ) -> Guide | None:
         """A guide behind these tokens: the request's own if it stands there. It does not where a branch begins earlier,
         or a stop has cut tokens off, and it may have failed behind them."""
+        self._changed()
         guide = self._guides.get(request_id)
         if guide is not None and not guide.error and self._ends[request_id] == len(tokens):
             return guide
@@ -134,27 +156,27 @@ class Guides:
                 continue
             if guide is not None:
                 del self._waiting[request_id]
+                self._changed()
                 self._guides[request_id] = guide
                 self._scheduler.unblock(request_id)
 
-    def of_rows(self) -> dict[int, Guide]:
-        """The guides of requests that have a row, by row: for the step that has just been planned."""
-        requests = self._scheduler.state.requests
-        found: dict[int, Guide] = {}
-        for request_id, guide in list(self._guides.items()):
-            request = requests.get(request_id)
-            if request is None:
+    def of_rows(self, plan: StepPlan) -> dict[int, Guide]:
+        """The guides of requests that have a row, by row: for the step that has just been planned. The same value as
+        long as they are the same."""
+        if self._by_row is None or plan.full or len(plan.joins.row) or len(plan.leaves):
+            requests = self._scheduler.state.requests
+            for request_id in [each for each in self._guides if each not in requests]:
                 self._end(self._guides, request_id, UNFINISHED)
-            elif request.row != NO_ROW:
-                found[request.row] = guide
-        return found
+            rows = [(requests[request_id].row, guide) for request_id, guide in self._guides.items()]
+            self._by_row = {row: guide for row, guide in rows if row != NO_ROW}
+        return self._by_row
 
     def fail_broken(self) -> None:
         """End requests whose guide cannot continue, before their next token is delivered. One that is held gets none: a
         step that was under way went behind its end."""
         requests = self._scheduler.state.requests
-        for request_id, guide in list(self._guides.items()):
-            if guide.error and (request_id not in requests or requests[request_id].held is None):
+        for request_id, guide in [each for each in self._guides.items() if each[1].error]:
+            if request_id not in requests or requests[request_id].held is None:
                 self._end(self._guides, request_id, guide.error)
                 self._scheduler.fail(request_id, guide.error)
 
@@ -174,25 +196,47 @@ class Guides:
         self.fail_broken()
 
     def _consume(self, events: TokenEvents) -> None:
-        guides, columns = self._guides, (events.requests, events.tokens, events.index)
-        requests, tokens, index = (column.tolist() for column in columns)
-        own = [place for place, request_id in enumerate(requests) if request_id in guides]
-        last = {requests[place]: index[place] for place in own}
-        for place in own:
-            self._ends[requests[place]] += 1
-        if len(last) == len(own):
-            consume_all([(guides[requests[place]], tokens[place]) for place in own])
-        else:  # with drafts a request gets several
-            for place in own:
-                guides[requests[place]].consume((tokens[place],))
+        moved = self._moved
+        if moved is None or not np.array_equal(moved.requests, events.requests):
+            moved = self._moved = self._moving(events)
+        moved.times += 1
+        tokens = events.tokens[moved.places]
+        may_be_over = True
+        if moved.batch is not None:
+            may_be_over = moved.batch.consume(tokens)
+        else:
+            for guide, token in zip(moved.guides, tokens.tolist(), strict=True):
+                guide.consume((token,))
+        requests = self._scheduler.state.requests
+        if not may_be_over and all(map(requests.__contains__, moved.ids)):
+            return
+        last = dict(zip(moved.ids, events.index[moved.places].tolist(), strict=True))
         for request_id, number in last.items():  # no token comes behind the end of a structure
-            is_over = guides[request_id].is_over
+            is_over = self._guides[request_id].is_over
             if is_over:
                 self._scheduler.finish_at(request_id, number + 1)
-            if request_id not in self._scheduler.state.requests:
-                self._end(guides, request_id, COMPLETE if is_over else UNFINISHED)
+            if request_id not in requests:
+                self._end(self._guides, request_id, COMPLETE if is_over else UNFINISHED)
+
+    def _moving(self, events: TokenEvents) -> _Moved:
+        """For the requests of these tokens."""
+        self._changed()
+        own = [(at, each) for at, each in enumerate(events.requests.tolist()) if each in self._guides]
+        ids = [request_id for _, request_id in own]
+        guides = [self._guides[request_id] for request_id in ids]
+        places = np.array([at for at, _ in own], np.int64)
+        batch = GuideBatch(guides) if len(set(ids)) == len(ids) else None
+        return _Moved(events.requests, places, ids, guides, batch)
+
+    def _changed(self) -> None:
+        """Before a request comes, goes or changes, and before it is asked how far guides have moved."""
+        moved, self._moved, self._by_row = self._moved, None, None
+        if moved is not None:
+            for request_id in moved.ids:
+                self._ends[request_id] += moved.times
 
     def _end(self, among: dict[RequestId, Any], request_id: RequestId, outcome: str) -> None:
+        self._changed()
         del among[request_id]
         self._starts.pop(request_id, None)
         self._ends.pop(request_id, None)

@@ -1,7 +1,8 @@
-"""Whether a structure compiles, and what of it the compiler ignores: asked before a request is accepted.
+"""Whether a structure compiles, and what of it the compiler ignores: asked before a request is accepted. And where a
+pattern finds the answer in a text.
 
-`check` asks in this process. A server asks a process beside it (`paceline.guide.door`), which is this module run with
-`python -m`: it reads a structure per line and answers with a verdict per line, and can be killed.
+`check` and `last_match` ask in this process. A server asks a process beside it (`paceline.guide.door`), which is this
+module run with `python -m`: it reads a question per line and answers each with a line, and can be killed.
 """
 
 from __future__ import annotations
@@ -256,17 +257,28 @@ def _resolved(root: Any, reference: str) -> Any:
     return found
 
 
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """What the first group of a pattern, or all of it, has matched in a text: the last place that is not empty."""
+    number = 1 if pattern.groups else 0
+    found = [(match.group(number) or "").strip() for match in pattern.finditer(text)]
+    return next((each for each in reversed(found) if each), None)
+
+
 def main() -> None:
     """Answer until the input ends, as it does when the server is gone."""
     import resource
 
-    import llguidance  # noqa: F401  (loaded before it is called ready)
-
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    _byte_tokenizer()
+    if is_installed():
+        _byte_tokenizer()  # loaded before it is called ready
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(asdict(verdict_of(Structure(**json.loads(line))))), flush=True)
+        asked = json.loads(line)
+        if "pattern" in asked:
+            told: Any = last_match(re.compile(asked["pattern"]), asked["text"])
+        else:
+            told = asdict(verdict_of(Structure(**asked)))
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

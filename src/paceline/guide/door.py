@@ -1,7 +1,8 @@
-"""Structures checked beside the event loop, in processes that are killed when they take too long.
+"""Structures checked and patterns matched beside the event loop, in processes that are killed when they take too long.
 
-A few schemas of a few kilobytes take llguidance minutes, and no thread that is inside it can be stopped. Answers are
-remembered by the bytes that were asked about, good and bad ones.
+A few schemas of a few kilobytes take llguidance minutes, a pattern of a few characters can keep Python's matcher busy
+for hours, and no thread that is inside one of them can be stopped. Verdicts are remembered by the bytes that were asked
+about, good and bad ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from paceline.core.structure import Structure
-from paceline.errors import QueueFull
+from paceline.errors import InvalidRequest, QueueFull
 from paceline.guide.check import FIELD, Verdict, check_installed, question
 
 # -P: a file in the folder the server was started in must not stand in for a module.
@@ -76,6 +77,16 @@ class Door:
         verdict = await asyncio.shield(task)
         return verdict.approve(field, control_tokens=control_tokens)
 
+    async def find(self, pattern: str, text: str) -> str | None:
+        """What a pattern finds in a text: see `last_match`. Raises InvalidRequest where that takes too long."""
+        told = await self._take_turn(json.dumps({"pattern": pattern, "text": text}).encode())
+        if isinstance(told, Verdict):
+            raise InvalidRequest(
+                "search: the pattern takes too long to match an answer; write a simpler one", param="search"
+            )
+        found: str | None = json.loads(told)
+        return found
+
     def close(self) -> None:
         """End the processes; what is still asked gets no answer."""
         for worker in list(self._workers):
@@ -86,43 +97,44 @@ class Door:
 
     async def _ask(self, asked: bytes, key: bytes) -> Verdict:
         try:
-            verdict = await self._take_turn(asked)
+            told = await self._take_turn(asked)
         except BaseException:
             self._verdicts.pop(key, None)
             raise
+        verdict = told if isinstance(told, Verdict) else Verdict.read(told)
         if verdict is LATE:
             asyncio.get_running_loop().call_later(REMEMBER_LATE_S, self._verdicts.pop, key, None)
         return verdict
 
-    async def _take_turn(self, asked: bytes) -> Verdict:
+    async def _take_turn(self, asked: bytes) -> bytes | Verdict:
+        """The answer, or LATE or CRASHED."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._free.acquire()
         except TimeoutError:
-            message = "too many schemas and grammars wait to be checked; try again in a moment"
+            message = "too many schemas, grammars and patterns wait to be checked; try again in a moment"
             raise QueueFull(message, retry_after_s=1) from None
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, asked)
         finally:
             self._free.release()
 
-    def _answer(self, asked: bytes) -> Verdict:
+    def _answer(self, asked: bytes) -> bytes | Verdict:
         """In a thread of its own, which waits for one process."""
         worker = self._worker()
+        told: bytes | Verdict
         try:
-            line = worker.ask(asked, self._check_s)
+            told = worker.ask(asked, self._check_s) or CRASHED
         except TimeoutError:
-            verdict = LATE
+            told = LATE
         except OSError:
-            verdict = CRASHED
-        else:
-            verdict = Verdict.read(line) if line else CRASHED
-        if verdict is LATE or verdict is CRASHED:
+            told = CRASHED
+        if isinstance(told, Verdict):
             worker.kill()
             self._workers.discard(worker)
         else:
             self._idle.append(worker)
-        return verdict
+        return told
 
     def _worker(self) -> _Worker:
         while self._idle:

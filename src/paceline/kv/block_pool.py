@@ -237,10 +237,11 @@ class BlockPool:
         self.cached[blocks] = False
         return blocks
 
-    def forget(self, block: int) -> None:
-        """A block no longer holds a cached prefix; when free, it moves to the stack."""
-        self.cached[block] = False
-        if self.refs[block] == 0:
-            self.evictable.remove([block])
-            self._stack[self._depth] = block
-            self._depth += 1
+    def forget(self, blocks: Blocks) -> None:
+        """Blocks no longer hold a cached prefix; those that are free move to the stack."""
+        self.cached[blocks] = False
+        free = blocks[self.refs[blocks] == 0]
+        if len(free):
+            self.evictable.remove(free)
+            self._stack[self._depth : self._depth + len(free)] = free
+            self._depth += len(free)

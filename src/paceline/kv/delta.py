@@ -25,7 +25,7 @@ from paceline.core.plan import (
     Swaps,
     i32,
 )
-from paceline.core.store import BlockHead
+from paceline.core.request import BlockKey
 
 I32 = NDArray[np.int32]
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -48,8 +48,10 @@ class KVDelta:
         # Host and disk places instead of blocks and host places, and what they hold.
         self.store: list[Swap] = []
         self.fetch: list[Swap] = []
-        self.store_heads: list[BlockHead] = []
-        self.fetch_heads: list[BlockHead] = []
+        self.stored_keys: list[BlockKey] = []
+        self.fetched_keys: list[BlockKey] = []
+        self.stored_uses: list[int] = []
+        self.fetched_uses: list[int] = []
         self.drops: dict[int, int] = {}  # of rows, the tokens they have dropped so far
 
     def mark(self) -> tuple[int, int, int, int, int]:
@@ -110,11 +112,11 @@ class KVDelta:
         """What is to be stored and fetched; none of it is left afterwards."""
         store, fetch = NO_MOVES, NO_MOVES
         if self.store:
-            store = _moves(self.store, self.store_heads)
-            self.store, self.store_heads = [], []
+            store = _moves(self.store, self.stored_keys, self.stored_uses)
+            self.store, self.stored_keys, self.stored_uses = [], [], []
         if self.fetch:
-            fetch = _moves(self.fetch, self.fetch_heads)
-            self.fetch, self.fetch_heads = [], []
+            fetch = _moves(self.fetch, self.fetched_keys, self.fetched_uses)
+            self.fetch, self.fetched_keys, self.fetched_uses = [], [], []
         return store, fetch
 
 
@@ -149,19 +151,23 @@ def _many_appends(appends: Sequence[Append]) -> I32:
     return columns
 
 
-def _moves(entries: Sequence[Swap], heads: Sequence[BlockHead]) -> Moves:
+def _moves(entries: Sequence[Swap], keys: Sequence[BlockKey], uses: Sequence[int]) -> Moves:
     swaps = _swaps(entries)
     return Moves(
-        ticket=swaps.ticket, group=swaps.group, host=swaps.block, disk=swaps.place, heads=tuple(heads)
+        ticket=swaps.ticket,
+        group=swaps.group,
+        host=swaps.block,
+        disk=swaps.place,
+        contents=tuple(keys),
+        uses_left=tuple(uses),
     )
 
 
 def _swaps(entries: Sequence[Swap]) -> Swaps:
-    tickets, groups, blocks, places = zip(*entries, strict=True)
-    ticket, group = np.repeat(np.array((tickets, groups), np.int32), [len(part) for part in blocks], axis=1)
-    return Swaps(
-        ticket=ticket,
-        group=group,
-        block=np.concatenate(blocks).astype(np.int32),
-        place=np.concatenate(places).astype(np.int32),
-    )
+    columns = np.empty((4, sum([len(entry[2]) for entry in entries])), np.int32)
+    end = 0
+    for ticket, group, blocks, places in entries:
+        start, end = end, end + len(blocks)
+        part = columns[:, start:end]
+        part[0], part[1], part[2], part[3] = ticket, group, blocks, places
+    return Swaps(ticket=columns[0], group=columns[1], block=columns[2], place=columns[3])

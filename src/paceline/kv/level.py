@@ -70,18 +70,22 @@ class Level:
         self.is_fetched[blocks] = from_below
         given = blocks.tolist()
         entered = self.cache.add(given, keys)
-        if len(entered) == len(given):
-            self.pool.cached[blocks] = True
-            self.pool.evictable.entered(given, [key.key for key in keys], uses)
-        elif entered:
-            self.pool.cached[entered] = True
+        if len(entered) < len(given):
             uses_of = dict(zip(given, uses, strict=True))
-            names = self.cache.names(entered)
-            self.pool.evictable.entered(entered, names, [uses_of[block] for block in entered])
+            uses = [uses_of[block] for block in entered]
+        if entered:
+            self.pool.cached[entered] = True
+            self.pool.evictable.entered(entered, self.cache.names(entered), uses)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """Places hold what an earlier run has left in them."""
-        self.pool.claim(places)
+        """Places hold what an earlier run has left in them. Without places: what is not known yet takes those that are
+        free, and of what is known the least useful gives way."""
+        if len(places):
+            self.pool.claim(places)
+        else:
+            new = [at for at, key in enumerate(keys) if self.cache.named(key.key) is None][: self.num_free]
+            keys, uses = [keys[at] for at in new], [uses[at] for at in new]
+            places = self.take(len(new))
         self.enter(places, keys, uses, from_below=False)
         self.give_back(places)
 
@@ -92,10 +96,10 @@ class Level:
 
     def forget(self, blocks: Blocks) -> None:
         """What these blocks hold can no longer be hit."""
-        for block in blocks.tolist():
-            if self.pool.cached[block]:
-                self.cache.drop(block)
-                self.pool.forget(block)
+        gone = blocks[self.pool.cached[blocks]]
+        if len(gone):
+            self.cache.drop(gone.tolist())
+            self.pool.forget(gone)
 
     def give_up(self, count: int) -> tuple[Blocks, list[BlockKey], list[int]]:
         """The `count` blocks that go next, held by the caller, with what was in them and what is left of its uses."""
@@ -103,7 +107,7 @@ class Level:
         return blocks, self._evicted_keys, self.pool.evictable.uses(blocks)
 
     def _evict(self, blocks: list[int]) -> None:
-        self._evicted_keys = [self.cache.drop(block) for block in blocks]
+        self._evicted_keys = self.cache.drop(blocks)
         self.pool.evictable.evicted(blocks, [key.key for key in self._evicted_keys])
 
 

@@ -70,6 +70,7 @@ class Fence:
     seq: int
     group: int
     blocks: Blocks
+    level: int = 0
 
 
 class KVManager:
@@ -185,7 +186,8 @@ class KVManager:
         """Blocks on their way back: behind fences and swap-outs under way. The least over the groups."""
         leaving: list[list[Blocks]] = [[] for _ in self.groups]
         for fence in self.fences:
-            leaving[fence.group].append(fence.blocks)
+            if not fence.level:
+                leaving[fence.group].append(fence.blocks)
         for ticket in self.tickets.open.values():
             if not ticket.incoming and not ticket.level:
                 for index, blocks in enumerate(ticket.blocks):
@@ -271,9 +273,8 @@ class KVManager:
                     self.num_fresh += len(entered)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
-        """An earlier run has left prefixes in these places of the disk."""
-        if len(places):
-            self.levels[2][0].restore(places, keys, uses)
+        """Earlier runs, or other servers, have left prefixes on the disk; without places, wherever there is room."""
+        self.levels[2][0].restore(places, keys, uses)
 
     def learned(self) -> tuple[tuple[float, ...], ...]:
         """What eviction has learned, by level, of the first group."""
@@ -323,9 +324,14 @@ class KVManager:
             for part in level:
                 part.forget(np.array(list(part.cache.entries()), np.int64))
         if below:
-            for ticket in self.tickets.open.values():
-                if ticket.keys is not None:
-                    ticket.keys = tuple(() for _ in self.groups)
+            self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """What is under way between levels cannot be hit when it arrives, so that no request waits for it."""
+        for ticket in self.tickets.open.values():
+            if ticket.keys is not None:
+                ticket.keys = tuple(() for _ in self.groups)
+        self.fetching.clear()
 
     # -- growing -------------------------------------------------------------------------------------------
 
@@ -514,17 +520,16 @@ class KVManager:
         return any(ticket.owner == owner and ticket.keys is None for ticket in tickets)
 
     def complete_ticket(self, number: int, *, failed: bool = False) -> Ticket | None:
-        """A copy has completed, or will not; late word of an unknown ticket is ignored."""
+        """A copy has completed, or will not; late word of an unknown ticket is ignored. `settle` follows."""
         ticket = self.tickets.open.pop(number, None)
         if ticket is None:
             return None
         if ticket.keys is not None:
             self._arrive(ticket, failed)
-        for part, blocks in zip(self.levels[ticket.level], ticket.blocks, strict=True):
-            part.give_back(blocks)
-        if ticket.free_places:
-            for part, places in zip(self.levels[ticket.level + 1], ticket.places, strict=True):
-                part.give_back(places)
+        for group in range(len(self.groups)):
+            self._give_back(group, ticket.blocks[group], 0, ticket.level)
+            if ticket.free_places:
+                self._give_back(group, ticket.places[group], 0, ticket.level + 1)
         return ticket
 
     def _arrive(self, ticket: Ticket, failed: bool) -> None:
@@ -560,31 +565,30 @@ class KVManager:
         """Set free, in one sweep, every block whose fence has been passed."""
         if not self.fences:
             return
-        due: list[list[Blocks]] = [[] for _ in self.groups]
+        due: dict[Level, list[Blocks]] = {}
         waiting = []
         for fence in self.fences:
             if fence.seq <= self.completed:
-                due[fence.group].append(fence.blocks)
+                due.setdefault(self.levels[fence.level][fence.group], []).append(fence.blocks)
             else:
                 waiting.append(fence)
         self.fences = waiting
-        for group, blocks in zip(self.groups, due, strict=True):
-            if blocks:
-                group.pool.release(np.concatenate(blocks))
+        for part, blocks in due.items():
+            part.give_back(np.concatenate(blocks))
 
     def abandon(self) -> None:
         """No step is under way any more and no copy will complete: settle every fence and ticket."""
         self.completed = self.submitted + 1  # copies planned for the next step will not happen either
         self.settle()
         self.completed = self.submitted
-        for number, ticket in list(self.tickets.open.items()):
-            ticket.keys = None if ticket.keys is None else tuple(() for _ in self.groups)
+        self._forget_copies()
+        for number in list(self.tickets.open):
             self.complete_ticket(number)
-        self.fetching.clear()
+        self.settle()
 
-    def _give_back(self, group: int, blocks: Blocks, seq: int) -> None:
+    def _give_back(self, group: int, blocks: Blocks, seq: int, level: int = 0) -> None:
         if len(blocks):
-            self.fences.append(Fence(seq, group, blocks))
+            self.fences.append(Fence(seq, group, blocks, level))
 
 
 def _make_group(

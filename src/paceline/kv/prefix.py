@@ -48,6 +48,12 @@ class PrefixCache:
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of
+        names = [key.key for key in keys]
+        is_new = block_of.keys().isdisjoint(names) and key_of.keys().isdisjoint(blocks)
+        if is_new and len(set(names)) == len(names):  # mostly so: no look at each
+            block_of.update(zip(names, blocks, strict=True))
+            key_of.update(zip(blocks, keys, strict=True))
+            return list(blocks)
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
@@ -57,11 +63,16 @@ class PrefixCache:
                 entered.append(block)
         return entered
 
-    def drop(self, block: int) -> BlockKey:
-        """A block's content is about to go; returns the key it stood under."""
-        key = self._key_of.pop(block)
-        del self._block_of[key.key]
-        return key
+    def drop(self, blocks: Sequence[int]) -> list[BlockKey]:
+        """The content of these blocks is about to go; returns the keys they stood under."""
+        keys = list(map(self._key_of.pop, blocks))
+        for key in keys:
+            del self._block_of[key.key]
+        return keys
+
+    def __contains__(self, name: bytes) -> bool:
+        """Whether a block stands under a name."""
+        return name in self._block_of
 
     def named(self, name: bytes) -> int | None:
         """The block under a name."""
@@ -99,11 +110,13 @@ class KeyMaker:
         raw = np.ascontiguousarray(tokens[start * size : end * size], np.int32).tobytes()
         parent = keys[-1].key if keys else root
         made: list[BlockKey] = []
+        before = keys[-1].key if keys else b""
         for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
             payload = parent + raw[low:high]
             digest = hashlib.blake2b(
                 payload, digest_size=KEY_BYTES + CHECK_BYTES, key=self._process_key
             ).digest()
             parent = digest[:KEY_BYTES]
-            made.append(BlockKey(parent, payload, digest[KEY_BYTES:]))
+            made.append(BlockKey(parent, payload, digest[KEY_BYTES:], before))
+            before = parent
         return made

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.counters import SlabUse
+
 NULL_SLAB = 0
 FREE = -1
 
@@ -54,6 +56,11 @@ class SlabMarket:
             return self._kv_of[slab]
         home = self._home_of[slab]
         return home if home != FREE and self._is_home[home] else FREE
+
+    def use(self, owner: int) -> SlabUse:
+        """What it has of all slabs but the null slab."""
+        weights = len(self.owners[owner].home) if self._is_home[owner] else 0
+        return SlabUse(self._kv_of.count(owner), weights, self.num_slabs - 1)
 
     def free(self) -> list[int]:
         """Free slabs, homes of sleepers last: they have to be given back."""

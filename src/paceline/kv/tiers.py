@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.request import BlockKey
-from paceline.core.store import BlockHead
 from paceline.kv.block_pool import Blocks
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.level import Level
@@ -24,9 +23,12 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
+MORE_SHARE = (
+    4  # once that is short, this part of it more is made: many moves at once cost little more than one
+)
 TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
 FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
-BURST_S = 5.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
+BURST_S = 10.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes
 BESIDE_PROMPTS = 4  # a step with prompts leaves the other parts of the link to loads
 # Most blocks that a step copies towards the disk through a staging area: beside rows that decode, beside prompts alone,
 # and with nothing else to do. Copies to the host are part of a CPU's step, and so is what the threads of the disk take.
@@ -46,15 +48,23 @@ class Budget:
         self._left = self.most or 0.0
         self._last_us = 0
 
-    def take(self, count: int, now_us: int, slower: int = 1) -> int:
-        """As many of `count` as may move now."""
+    def take(self, count: int, now_us: int, slower: int = 1, *, all_or_none: bool = False) -> int:
+        """As many of `count` as may move now; or none, where not all may."""
         if not self.most:
             return count if self.most is None else 0
         gained = (now_us - self._last_us) / (MICROSECONDS * self.block_s * slower)
         self._left, self._last_us = min(self.most, self._left + gained), now_us
         taken = min(count, int(self._left))
+        taken = 0 if all_or_none and taken < count else taken
         self._left -= taken
         return taken
+
+
+class Owed(NamedTuple):
+    """What writing a block takes whose successor has left the host already."""
+
+    num_blocks: int  # down to those that need not be written, itself included
+    is_paid: bool  # the budget has given them
 
 
 class Below(NamedTuple):
@@ -91,6 +101,7 @@ class Tiers:
         self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
         self._disk_block_s = 0.0 if costs is None else costs.disk_block_s
         self._disk_free_s = 0.0  # when the disk should have done all that was asked for
+        self._owed: list[dict[bytes, Owed]] = [{} for _ in kv.groups]  # by name, of blocks that follow
 
     # -- down ----------------------------------------------------------------------------------------------
 
@@ -109,10 +120,13 @@ class Tiers:
             return
         for above in (0, 1) if self.has_disk else (0,):
             for group, part in enumerate(self._kv.levels[above]):
-                short = self._reserves[above][group] - part.pool.num_empty
+                reserve = self._reserves[above][group]
+                short = reserve - part.pool.num_empty
+                if short > 0 and len(part.pool.evictable):
+                    short -= self._leaving(above, group)
                 if short > 0 and len(part.pool.evictable):
                     slower = BESIDE_PROMPTS if reads_prompts and not above else 1
-                    self._sink(above, group, short - self._leaving(above, group), slower)
+                    self._sink(above, group, short + reserve // MORE_SHARE, slower)
 
     def _leaving(self, above: int, group: int) -> int:
         """Blocks of a level that will be empty when their copies are done."""
@@ -223,11 +237,14 @@ class Tiers:
             return
         blocks, keys, uses = upper.give_up(short)
         lacking = lower.cache.lacking(keys)
-        most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
-        if most < len(
-            lacking
-        ):  # those used most; of a prompt, its beginning: what is behind a gap is never hit
-            lacking = sorted(sorted(lacking, key=lambda at: (-uses[at], -at))[:most])
+        if above:
+            lacking = self._worth_writing(group, keys, lacking)[: lower.num_free]
+        else:
+            most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
+            if most < len(lacking):  # those used most; of a prompt, its beginning
+                at = np.array(lacking)
+                order = np.lexsort((at, np.array(uses)[at]))
+                lacking = np.sort(at[order[len(lacking) - most :]]).tolist()
         if len(lacking) < len(keys):
             dropped = np.ones(len(blocks), np.bool_)
             dropped[lacking] = False
@@ -241,15 +258,63 @@ class Tiers:
             places = lower.take(len(keys[part]))
             self._move(above, group, blocks[part], places, keys[part], uses[part], incoming=False)
 
+    def _worth_writing(self, group: int, keys: Sequence[BlockKey], lacking: Sequence[int]) -> list[int]:
+        """Of blocks that leave the host, those that go to the disk: with all that stands before them, or not at all.
+
+        A prompt leaves from its end, and what is behind a gap is never hit. So the end is written only if the budget
+        has the whole of it, down to what the disk or the device holds; that is taken from it at once. Where it has
+        less, the end is dropped, until the beginning fits.
+        """
+        owed, budget, now_us = self._owed[group], self.budgets[DISK - 1], self._kv.block_time.now_us
+        leaving = {key.key: key for key in keys}
+        chosen = []
+        for at in lacking:
+            key = keys[at]
+            known = owed.pop(key.key) if key.key in owed else Owed(self._behind(group, key, leaving), False)
+            count, is_paid = known
+            if not count:
+                continue
+            if is_paid or budget.take(count, now_us, all_or_none=True):
+                is_paid = True
+                chosen.append(at)
+            if count > 1 and (is_paid or key.parent not in owed):
+                owed[key.parent] = Owed(count - 1, is_paid)
+        while len(owed) > self._kv.levels[HOST][group].num_places:  # of prompts that were hit on their way
+            del owed[next(iter(owed))]
+        return chosen
+
+    def _behind(self, group: int, key: BlockKey, leaving: Mapping[bytes, BlockKey]) -> int:
+        """How many blocks, this one included, stand behind what disk or device hold of a prompt; 0: behind a gap."""
+        device, host, disk = (self._kv.levels[level][group].cache for level in (0, HOST, DISK))
+        count = 1
+        while key.parent and disk.named(key.parent) is None and device.named(key.parent) is None:
+            paid = self._owed[group].get(key.parent)
+            if paid is not None and paid.is_paid:
+                break
+            place = host.named(key.parent)
+            parent = leaving.get(key.parent) if place is None else host.entries()[place]
+            if parent is None:
+                return count if self._is_written(key.parent) else 0
+            key, count = parent, count + 1
+        return count
+
+    def _is_written(self, name: bytes) -> bool:
+        """Whether a block is on its way to the disk."""
+        return any(
+            name in (key.key for keys in ticket.keys for key in keys)
+            for ticket in self._kv.tickets.open.values()
+            if ticket.level == HOST and ticket.keys is not None and not ticket.incoming
+        )
+
     # -- up ------------------------------------------------------------------------------------------------
 
     def has(self, key: BlockKey) -> bool:
         """Whether lower levels may hold a block, or it is on its way."""
-        kv = self._kv
+        name, levels = key.key, self._kv.levels
         return (
-            kv.levels[HOST][0].cache.named(key.key) is not None
-            or key.key in kv.fetching
-            or (self.has_disk and kv.levels[DISK][0].cache.named(key.key) is not None)
+            name in levels[HOST][0].cache
+            or name in self._kv.fetching
+            or (self.has_disk and name in levels[DISK][0].cache)
         )
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
@@ -379,5 +444,5 @@ class Tiers:
         moves = (delta.fetch if incoming else delta.store) if above else delta.swap_out
         moves.append((number, group, blocks, places))
         if above:
-            heads = delta.fetch_heads if incoming else delta.store_heads
-            heads += [BlockHead(key.key, key.check, count) for key, count in zip(keys, uses, strict=True)]
+            (delta.fetched_keys if incoming else delta.stored_keys).extend(keys)
+            (delta.fetched_uses if incoming else delta.stored_uses).extend(uses)

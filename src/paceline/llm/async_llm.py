@@ -32,7 +32,7 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 from paceline.llm.search import SearchResult, make_search
-from paceline.llm.tree import AsyncTree, Inserted, Told
+from paceline.llm.tree import AsyncTree, FindPattern, Inserted, Told
 from paceline.text.tools.reading import read_openai_tools
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
@@ -144,6 +144,7 @@ class TreeInThread:
     ) -> None:
         self._llm, self._name, self._reader = llm, name, reader
         self.tokenizer, self.sampling = llm.get_tokenizer(), sampling
+        self.find_pattern: FindPattern | None = None
         self._whole = whole  # the engine's thread's own
         self._told: set[asyncio.Task[Any]] = set()
         self._errors = Told()

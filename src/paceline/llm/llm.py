@@ -237,6 +237,8 @@ class LLM(ModelHolder):
         search = make_search(kind, options)
         params = search.sampling(sampling_params or self._front.default_sampling)
         with self.tree(prompt, params, lora_request=lora_request) as tree:
+            assert isinstance(tree.backend, TreeInPlace)
+            tree.backend.is_lockstep |= search.is_lockstep
             return now(search.run(AsyncTree(tree.backend)))
 
     def fork(

@@ -22,7 +22,7 @@ from paceline.errors import DeadlineInfeasible, InvalidRequest, PacelineError, Q
 from paceline.llm.frontend import Frontend
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest
-from paceline.llm.tree import now
+from paceline.llm.tree import FindPattern, now
 
 # Ctrl-C between two steps, never inside one: an engine that is stopped halfway through its books is of no use.
 #
@@ -136,7 +136,8 @@ class TreeInPlace:
         self._front, self._name = front, name
         self.output = output
         self.tokenizer, self.sampling = front.tokenizer, sampling
-        self._step = front.engine.step_overlapped if front.engine.depth else front.engine.step
+        self.find_pattern: FindPattern | None = None
+        self.is_lockstep = not front.engine.depth  # no step is computed ahead
 
     async def ask(self, what: str, *args: Any, **options: Any) -> Any:
         front = self._front
@@ -153,8 +154,11 @@ class TreeInPlace:
         """What was told is done."""
 
     async def changed(self) -> None:
+        engine, collector = self._front.engine, self._front.collector
         with interrupts_noted():
-            self._front.collector.take(self._step())
+            if self.is_lockstep:
+                collector.take(engine.drain())
+            collector.take(engine.step() if self.is_lockstep else engine.step_overlapped())
 
     async def close(self) -> None:
         self._front.end_tree(self._name)

@@ -94,6 +94,8 @@ class PromptReader:
 
     def read_inserted(self, given: str | Sequence[int], param: str) -> list[int]:
         """What is put into an output, as text or ids."""
+        if given == "":
+            return []
         if isinstance(given, str):
             if self._tokenizer is None:
                 raise InvalidRequest("text needs a tokenizer; give token ids", param=param)
@@ -117,6 +119,8 @@ class PromptReader:
         for name in changes:
             if name not in FORK_CHANGES:
                 raise InvalidRequest(f"{name} of a branch cannot differ from its parent's", param=name)
+        if not changes and (sampling.temperature == 0 or sampling.seed is not None):
+            return sampling, {}
         given = dict(changes)
         asked = replace(
             sampling, **{"min_tokens": 0, **given}

@@ -14,7 +14,7 @@ end at their first step. Knows outputs, not events. Decision: docs/decisions/004
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -25,6 +25,7 @@ from paceline.text.tokenizer import Tokenizer
 
 Value = TypeVar("Value")
 Inserted = str | Sequence[int]  # text or token ids
+FindPattern = Callable[[str, str], Coroutine[Any, Any, str | None]]  # of a pattern and a text
 
 
 class Backend(Protocol):
@@ -32,6 +33,7 @@ class Backend(Protocol):
 
     tokenizer: Tokenizer | None
     sampling: SamplingParams  # of the root
+    find_pattern: FindPattern | None  # None: as Python does, in place
 
     @property
     def output(self) -> RequestOutput:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.models.files.records import record_of_gguf
 from paceline.models.files.stored import StoredTensor, check_finite
 from paceline.models.layers import Linear
 from paceline.models.load import DenseStorage
@@ -219,7 +220,9 @@ def _groups(stored: StoredTensor) -> Groups | None:
 
 def _grouped(stored: StoredTensor) -> Groups:
     if stored.dtype in ("Q4_0", "Q4_1"):
-        return _four_bit(stored)
+        record = record_of_gguf(stored)
+        assert record.offset is not None
+        return Groups(record.nibbles(), record.scale, record.offset, 4)
     if stored.dtype == "Q8_0":
         blocks = stored.raw.reshape(stored.shape[0], -1, 34)
         scale = _half(blocks[:, :, :2])
@@ -228,17 +231,6 @@ def _grouped(stored: StoredTensor) -> Groups:
     values = stored.to_float32()
     check_finite(values, stored.name)
     return _requantized(values)
-
-
-def _four_bit(stored: StoredTensor) -> Groups:
-    """Q4_0: a half and 32 nibbles, around 8. Q4_1: two halves (scale, minimum) and 32 nibbles."""
-    head = 2 if stored.dtype == "Q4_0" else 4
-    blocks = stored.raw.reshape(stored.shape[0], -1, head + 16)
-    scale = _half(blocks[:, :, :2])
-    offset = -8 * scale if head == 2 else _half(blocks[:, :, 2:4])
-    nibbles = blocks[:, :, head:]
-    q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).reshape(stored.shape)
-    return Groups(q, scale, offset, 4)
 
 
 def _requantized(values: Floats) -> Groups:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
-from paceline.core.counters import AdapterStats, Counters, CPUWork
+from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, SlabUse
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
@@ -107,6 +107,8 @@ class EngineStats:
     sleeps: int = 0
     last_wake_s: float = 0.0
     adapters: AdapterStats = field(default_factory=AdapterStats)
+    below: tuple[LevelUse, ...] = ()  # levels below the device
+    slabs: SlabUse = field(default_factory=SlabUse)
 
     @property
     def prefix_queries(self) -> int:

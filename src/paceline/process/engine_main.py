@@ -89,12 +89,14 @@ def _load(
     memory = share_memory(entries, configure.memory_bytes)
     for (model, given, share), shared in zip(entries, memory, strict=True):
         started_s = time.monotonic()
-        tell = (
-            partial(_note_named, note, share.name or Path(model.model or "").name)
-            if configure.further
-            else note
-        )
-        loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell, shared=shared)
+        name = share.name or Path(model.model or "").name
+        tell = partial(_note_named, note, name) if configure.further else note
+        try:
+            loaded = load_model(model, given, relatives=(os.getppid(),), on_progress=tell, shared=shared)
+        except PacelineError as error:
+            if configure.further:  # which of them
+                error.args = (f"{name}: {error}", *error.args[1:])
+            raise
         models.append(loaded)
         infos.append(_info(loaded, time.monotonic() - started_s))
     return models, infos, slab_market(models, _shares(configure), memory)

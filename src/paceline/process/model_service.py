@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.adapter import AdapterInfo
+from paceline.core.counters import SlabUse
 from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
 from paceline.core.request import ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
@@ -36,6 +37,7 @@ from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
+from paceline.watch.snapshot import levels_below
 
 # Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
 #
@@ -102,6 +104,8 @@ class ModelService:
         self._cpu_work = loaded.cpu_work
         load = None if loaded.free is None else loaded.free.load
         self._load_notices = None if load is None else LoadNotices(load, reported_busy=load.is_busy)
+        self.tells_load = True  # of the machine; one of several models does
+        self.slabs: Callable[[], SlabUse] = SlabUse  # of the memory that models share
         self.sleeps = self.wakes = 0
         self.last_wake_s = 0.0
         self._busy_s = 0.0
@@ -181,6 +185,8 @@ class ModelService:
             draft_gain=1.0 if drafts is None else drafts.gains(max(state.rows.num_live, 1), drafts.chosen)[1],
             cpu=self._cpu_work(),
             adapters=state.adapters.stats(),
+            below=levels_below(state),
+            slabs=self.slabs(),
             standing=self._seat.standing,
             sleep_level=self._seat.level,
             wakes=self.wakes,
@@ -194,7 +200,7 @@ class ModelService:
             return
         self._free.refresh()
         notice = self._load_notices.take()
-        if notice is not None:
+        if notice is not None and self.tells_load:
             _logger.warning("%s", notice)
 
     @property

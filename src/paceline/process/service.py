@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from paceline.core.plan import Runner
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
@@ -83,7 +84,8 @@ def set_up_logs() -> LogQueue:
 
 
 NO_SLEEP = (
-    "this model cannot sleep: on a GPU those alone, of experts, with adapters or --kv-disk-dir stay awake"
+    "this model cannot sleep: on a GPU those alone and those of experts stay awake, and so do models with adapters, "
+    "--kv-disk-dir or --kv-store"
 )
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
@@ -150,6 +152,11 @@ class EngineService:
         self._waking: dict[int, Waking] = {}
         self._leaving: dict[int, Leaving] = {}
         self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
+        for model in self._models[1:]:
+            model.tells_load = False
+        if market is not None:
+            for index, model in enumerate(self._models):
+                model.slabs = partial(market.use, index)
         self._heartbeat_s = configure.heartbeat_s
         self._next_heartbeat_s = 0.0
         for loaded in models:

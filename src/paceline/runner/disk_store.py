@@ -17,7 +17,6 @@ Decision: docs/decisions/0047-the-disk.md.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,8 +32,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.core.lock_file import take_lock
 from paceline.core.store import BlockHead
 from paceline.errors import ConfigError
+from paceline.runner.store_key import read_key
 
 VERSION = 1
 MAGIC = b"paceline kv\n"
@@ -42,7 +43,6 @@ HEADER = struct.Struct("<12sHHQI")  # magic, version, 0, bytes of a place, check
 RECORD = struct.Struct(
     "<BxxxIII32s16s16sI"
 )  # filled, place, uses, checksum of the place, key, check, fingerprint, own
-KEY_BYTES = 32
 FINGERPRINT_BYTES = 16
 HISTORY = 4  # records for each live one (or place, where few live) after which the index is written anew
 FEW_RECORDS = 1024
@@ -63,6 +63,10 @@ class Kept(NamedTuple):
 class DiskStore:
     """The places of one folder."""
 
+    flag = "--kv-disk-dir"
+    is_shared = False
+    notices: tuple[str, ...] = ()
+
     def __init__(self, folder: Path, *, size: int, place_bytes: int, fingerprint: bytes) -> None:
         """`size`: most bytes of all files. `fingerprint`: of everything but the tokens that bytes depend on.
 
@@ -81,7 +85,7 @@ class DiskStore:
         self._unsynced = 0
         self._lock = _take_folder(folder)
         try:
-            self.key = _read_key(folder)
+            self.key = _own_key(folder / "key")
             # With another key no prefix would be found again: its places are not worth keeping.
             known = hashlib.blake2b(fingerprint, key=self.key, digest_size=FINGERPRINT_BYTES)
             self._fingerprint = known.digest()
@@ -337,33 +341,20 @@ def _take_folder(folder: Path) -> int:
                 f"--kv-disk-dir {folder}: holds other files; give an empty folder, or one that paceline has made"
             )
         folder.chmod(0o700)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = take_lock(folder / "lock")
     except OSError as error:
         raise ConfigError(f"--kv-disk-dir {folder}: cannot be used: {error.strerror or error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
+    if lock is None:
         raise ConfigError(
             f"--kv-disk-dir {folder}: is in use by another server; give each a folder of its own"
-        ) from error
-    return handle
+        )
+    return lock
 
 
-def _read_key(folder: Path) -> bytes:
-    """The key of the folder; made where there is none that can be used."""
-    path = folder / "key"
-    with suppress(FileNotFoundError):
-        key = path.read_bytes()
-        if len(key) == KEY_BYTES:
-            return key
-    key = os.urandom(KEY_BYTES)
-    draft = folder / "key.new"
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        _write_all(handle, key)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    os.replace(draft, path)
+def _own_key(path: Path) -> bytes:
+    """The key of a folder; a new one where what is there cannot be used."""
+    key = read_key(path)
+    while key is None:
+        path.unlink()
+        key = read_key(path)
     return key

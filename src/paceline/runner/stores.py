@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ READERS, WRITERS = 4, 2
 PATIENCE_S = 30.0  # a ticket that takes longer has failed
 LOOK_S = 0.005  # that a step without tokens waits for a ticket
 FAILURES, WITHIN_S = 3, 60.0  # that turn a store off
+NEWS_S = 0.5  # between two looks at what other servers have left in a store
 
 _logger = logging.getLogger("paceline")
 
@@ -91,9 +93,13 @@ class StoreThreads:
         readers: int = READERS,
         writers: int = WRITERS,
         patience_s: float = PATIENCE_S,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: other servers write to the store too; `news` has what they wrote."""
         self._store, self._host, self._block_bytes = store, host, block_bytes
         self._patience_s = patience_s
+        self.news: deque[BlockHead] = deque(maxlen=store.num_places)
+        self._is_over = threading.Event()
         self._open: dict[int, Move] = {}
         self._news = threading.Condition()  # guards what follows
         self._ended: list[Move] = []
@@ -110,6 +116,8 @@ class StoreThreads:
             )
             for _ in range(count)
         ]
+        if is_shared:
+            self._threads.append(threading.Thread(target=self._look, name="paceline store", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -127,7 +135,7 @@ class StoreThreads:
             int(number): Move(int(number), int(count)) for number, count in zip(numbers, counts, strict=True)
         }
         self._open.update(begun)
-        columns = (moves.ticket.tolist(), moves.host.tolist(), moves.disk.tolist(), moves.heads)
+        columns = (moves.ticket.tolist(), moves.host.tolist(), moves.disk.tolist(), moves.heads())
         for number, host, place, head in zip(*columns, strict=True):
             jobs.put(Job(begun[number], host, place, head))
 
@@ -170,6 +178,7 @@ class StoreThreads:
     def close(self) -> None:
         """End the threads. One that hangs in the store is left behind."""
         self.forget()
+        self._is_over.set()
         for jobs in (self._reads, self._writes):
             for _ in self._threads:
                 jobs.put(None)
@@ -212,6 +221,11 @@ class StoreThreads:
                 self._host.unpack(job.host, np.frombuffer(buffer, np.uint8))
         return True
 
+    def _look(self) -> None:
+        while not (self._is_over.wait(NEWS_S) or self.is_off):
+            with suppress(Exception):  # whether a store is of use is said by reads and writes
+                self.news.extend(head for _, head in self._store.entries())
+
     def _end(self, move: Move, *, is_good: bool) -> None:
         with self._news:
             move.has_failed |= not is_good
@@ -245,10 +259,10 @@ class StoreThreads:
             is_off = len(self._failures) == FAILURES and now_s - self._failures[0] < WITHIN_S
             was_off, self.is_off = self.is_off, self.is_off or is_off
         if not was_off:
-            _logger.warning("KV on disk: a block could not be moved: %s", error)
+            _logger.warning("KV below the device: a block could not be moved: %s", error)
         if is_off and not was_off:
             _logger.warning(
-                "KV on disk: failed %d times in a minute and is off until the server is started again",
+                "KV below the device: failed %d times in a minute and is off until the server is started again",
                 FAILURES,
             )
 

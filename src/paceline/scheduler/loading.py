@@ -160,8 +160,11 @@ class Loading:
         state, costs = self._state, self._costs
         assert costs is not None
         kv = state.kv
-        num_device = kv.match(request.keys, request.num_sharable(kv.block_size)).num_blocks
-        limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
+        num_sharable = request.num_sharable(kv.block_size)
+        num_device = kv.match(request.keys, num_sharable).num_blocks
+        limit = min(len(request.keys), (num_sharable - 1) // kv.block_size)
+        if num_device >= limit or not self.tiers.has(request.keys[num_device]):
+            return
         below = self.tiers.look(request.keys, num_device, limit)
         if not below.num_disk:
             return

@@ -57,6 +57,7 @@ class Scheduler:
         self.composer = Composer(state)
         self.forecaster = Forecaster(state)
         self._withheld = (0,) * len(state.kv.groups)
+        self._has_slept = False  # since the last plan
 
     # -- the two halves of a step --------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do now."""
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
+        if self._has_slept:
+            self._note_wake()
         self._note_withheld()
         self.state.accounting.settle()
         plan = self.composer.compose()
@@ -431,7 +434,8 @@ class Scheduler:
         uses: Sequence[int],
         learned: tuple[tuple[float, ...], ...] = (),
     ) -> None:
-        """Earlier runs have left prefixes on the disk, and have learned by level. Before anything is added."""
+        """Earlier runs have left prefixes on the disk, and have learned by level: before anything is added. Or, without
+        places, other servers have, at any time."""
         names = tuple([key.key for key in keys])
         self._input(inputs.Restored(places=tuple(places), keys=names, uses=tuple(uses), learned=learned))
         self.state.kv.learn(learned)
@@ -502,6 +506,7 @@ class Scheduler:
         self._input(inputs.Sleep())
         let_go(self.state)
         self.composer.forget()
+        self._has_slept = True
 
     def move_slab(self, number: int, *, gained: bool) -> bool:
         """Blocks come from another model, or go to it. False: a step or a copy under way needs some of them."""
@@ -523,6 +528,15 @@ class Scheduler:
         self.state.kv.settle()
 
     # -- helpers -------------------------------------------------------------------------------------------
+
+    def _note_wake(self) -> None:
+        """The first plan since a sleep: requests that came meanwhile have waited for their model."""
+        self._has_slept = False
+        state = self.state
+        for request in state.waiting_in_order(len(state.queue)) if len(state.queue) else ():
+            if not request.preemptions:
+                waited_s = state.now_s - request.arrival_s
+                state.decide(DecisionKind.DEFER, request, Rule.ASLEEP, seconds=waited_s)
 
     def _too_late(self, request: Request) -> Rejection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""

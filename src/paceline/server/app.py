@@ -7,8 +7,8 @@ there; `open_api` adds the API when the engine and the tokenizer are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from paceline.config.server import LOOPBACK, ServerConfig, split_list
 from paceline.errors import ConfigError
@@ -24,7 +24,7 @@ from paceline.server.health import PUBLIC, ServerStatus, health_routes
 from paceline.server.http.asgi import AccessRules, AsgiApp, RouteTable
 from paceline.server.http.listener import Listener
 from paceline.server.http.request_headers import HostCheck
-from paceline.server.live.feed import Feed, watch_routes
+from paceline.server.live.feed import Feed, WatchedModel, watch_routes
 from paceline.server.live.page_files import PAGE, page_routes
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.prometheus_page import (
@@ -35,7 +35,7 @@ from paceline.server.metrics.prometheus_page import (
     name_prefix,
 )
 from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
-from paceline.server.request_log import RequestLog
+from paceline.server.request_log import RequestLog, StatsLine
 
 METRICS = frozenset(("/metrics",))
 
@@ -52,14 +52,22 @@ class Background(Protocol):
         """End in a moment, whatever is under way."""
 
 
+class ModelPart(NamedTuple):
+    """One model behind the API."""
+
+    name: str
+    share: float  # of the device's time, against those of the others
+    client: EngineClient
+    recent: RecentRequests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """What is there once a model is loaded."""
 
     routes: Sequence[Route]
     model_name: str  # of the first
-    models: Sequence[tuple[str, EngineClient]] = ()  # all of them, by name
-    recent: RecentRequests = field(default_factory=RecentRequests)
+    models: Sequence[ModelPart] = ()  # all of them
     is_full: Callable[[], bool] = lambda: False
     gauges: Facts = list  # more than the application knows of
     labelled: LabelledFacts = list
@@ -96,11 +104,12 @@ class Application:
             more_counters=self._counters,
         )
         self._config = config
-        self.feed = Feed(client, self.requests)
+        self.models = [WatchedModel("", 1.0, client, self.requests, Feed(client, self.requests))]
+        self.stats_lines: list[StatsLine] = []
         self._own = [
             *health_routes(self.status),
             *docs_routes(lambda: self.main.table.routes),
-            *watch_routes(self.feed, client, self.requests, lambda: self.metrics.model_name),
+            *watch_routes(lambda: self.models),
             *page_routes(),
         ]
         if config.metrics_port is None:
@@ -117,26 +126,39 @@ class Application:
     def become_ready(self, api: Api) -> None:
         """The API is there: from now on requests are taken."""
         self.metrics.model_name = api.model_name
+        self.models = [self.models[0]._replace(name=api.model_name)]
         if len(api.models) > 1:
             self._count_by_model(api.models)
+        for model, part in zip(self.models, api.models, strict=False):
+            part.recent.keeps_words = self.may_show_prompts
+            model.feed.recent, model.feed.models = part.recent, self.models
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
-        self.batching.recent.note()  # what comes from now on is new
-        self.feed.recent = api.recent
-        api.recent.keeps_words = self.may_show_prompts
+        self.stats_lines = [
+            StatsLine(number, model.client, model.requests) for number, model in enumerate(self.models)
+        ]
+        self.note()  # what comes from now on is new
         self.main.table = RouteTable([*api.routes, *self._own])
         self.on_weights(self.main.rules.keyring.weights)
 
-    def _count_by_model(self, models: Sequence[tuple[str, EngineClient]]) -> None:
+    def note(self) -> None:
+        """To be called about once a second, for figures of the last minute."""
+        self.batching.recent.note()
+        for model in self.metrics.models[1:]:
+            model.batching.recent.note()
+
+    def _count_by_model(self, parts: Sequence[ModelPart]) -> None:
         observe = self._config.observe
         slo = Times(observe.slo_e2e_ms, observe.slo_ttft_ms, observe.slo_itl_ms)
-        figures = []
-        for place, (name, client) in enumerate(models):
+        figures, models = [], []
+        for place, part in enumerate(parts):
             requests = RequestMetrics(slo)
-            batching = BatchingMetrics(client, requests) if place else self.batching
-            figures.append(ModelFigures(name, client, requests, batching))
-        self.metrics.models = figures
+            batching = BatchingMetrics(part.client, requests) if place else self.batching
+            figures.append(ModelFigures(part.name, part.client, requests, batching))
+            feed = Feed(part.client, requests)
+            models.append(WatchedModel(part.name, part.share, part.client, requests, feed))
+        self.metrics.models, self.models = figures, models
         self.log.count_by_model({each.name: each.requests for each in figures})
 
     def replace_keys(self, keyring: Keyring) -> None:
@@ -147,7 +169,8 @@ class Application:
         self.http.callers = keyring.callers
         self.on_weights(keyring.weights)
         if not self.may_show_prompts():
-            self.feed.past.clear()
+            for model in self.models:
+                model.feed.past.clear()
 
     def may_show_prompts(self) -> bool:
         """Whether the live page may show the first words of prompts."""

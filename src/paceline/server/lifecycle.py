@@ -29,7 +29,6 @@ from paceline.server.app import Api, Application, Background
 from paceline.server.health import Phase
 from paceline.server.http.listener import Listener
 from paceline.server.logs import log
-from paceline.server.request_log import StatsLine
 
 ENGINE_LOST = 70
 LAST_WORDS_S = 0.5  # for error frames to leave, after the drain
@@ -123,7 +122,8 @@ class Server:
         self._on_ready(self._engine.client.info)
 
     def _parts(self) -> tuple[Background, ...]:
-        return () if self._api is None else (*self._api.background, self._app.feed)
+        feeds = (model.feed for model in self._app.models)
+        return () if self._api is None else (*self._api.background, *feeds)
 
     # ------------------------------------------------------------ signals
 
@@ -227,7 +227,6 @@ class Server:
     # ------------------------------------------------------------ meanwhile
 
     async def _tick(self) -> None:
-        stats = StatsLine(self._engine.client, self._app.requests)
         last_s = time.monotonic()
         pause_s = min(TICK_S, self._config.log_stats_interval_s)
         lags_s: deque[float] = deque(maxlen=max(1, round(LAG_WINDOW_S / pause_s)))
@@ -236,13 +235,14 @@ class Server:
             await asyncio.sleep(pause_s)
             lags_s.append(max(0.0, time.monotonic() - started_s - pause_s))
             self._app.loop_lag_s = max(lags_s)
-            self._app.batching.recent.note()
+            self._app.note()
             for listener in self._app.listeners:
                 listener.refresh_date()
             now_s = time.monotonic()
             if not self._config.disable_log_stats and now_s - last_s >= self._config.log_stats_interval_s:
                 last_s = now_s
-                stats.write()
+                for line in self._app.stats_lines:
+                    line.write()
 
 
 def _settle_memory() -> None:

@@ -15,7 +15,7 @@ from paceline.config.models import ModelEntry
 from paceline.config.server import ApiConfig
 from paceline.errors import ConfigError
 from paceline.process.client import EngineClient
-from paceline.server.app import Api
+from paceline.server.app import Api, ModelPart
 from paceline.server.generate.request_record import Observer
 
 if TYPE_CHECKING:
@@ -46,11 +46,14 @@ def names_of(entries: Sequence[ModelEntry], config: ApiConfig) -> list[tuple[str
         (entry.share.name,) if entry.share.name else model_names(entry.model, config) for entry in entries
     ]
     taken: set[str] = set()
-    for names in found:
-        twice = taken.intersection(names)
+    for names, entry in zip(found, entries, strict=True):
+        asked = {*names, *entry.model.first_adapters}
+        twice = taken & asked
         if twice:
-            raise ConfigError(f"two models have the name {min(twice)!r:.100}; give them names in --models")
-        taken.update(names)
+            raise ConfigError(
+                f"two models or adapters have the name {min(twice)!r:.100}; give them others in --models"
+            )
+        taken |= asked
     return found
 
 
@@ -130,8 +133,10 @@ def open_api(
         return Api(
             routes=routes(service, of_batches, further),
             model_name=service.model.names[0],
-            models=tuple((each.model.names[0], each.client) for each in services),
-            recent=service.recent,
+            models=tuple(
+                ModelPart(each.model.names[0], entry.share.share, each.client, each.recent)
+                for (entry, _), each in zip(models, services, strict=True)
+            ),
             is_full=lambda: all(each.admission.is_full for each in services),
             gauges=lambda: [*admission_gauges([each.admission for each in services]), *billing.gauges()],
             labelled=list if batches is None else batches.figures,

@@ -151,7 +151,8 @@ def _generated(received_s: float, records: list[RequestRecord]) -> dict[str, Any
 class StatsLine:
     """The line people know from vLLM, written while something happens."""
 
-    def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
+    def __init__(self, number: int, client: EngineClient, requests: RequestMetrics) -> None:
+        self._number = number  # of the model
         self._client = client
         self._requests = requests
         self._last = (time.monotonic(), 0, 0)
@@ -175,7 +176,7 @@ class StatsLine:
         hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         preempted = f"Preemptions: {stats.counters.preempted}, " if stats.counters.preempted else ""
         log(
-            f"Engine 000: Avg prompt throughput: {(prompt - last_prompt) / elapsed_s:.1f} tokens/s, "
+            f"Engine {self._number:03}: Avg prompt throughput: {(prompt - last_prompt) / elapsed_s:.1f} tokens/s, "
             f"Avg generation throughput: {(output - last_output) / elapsed_s:.1f} tokens/s, "
             f"Running: {stats.running} reqs, Waiting: {stats.waiting} reqs, {preempted}"
             f"KV cache usage: {usage:.1%}, Prefix cache hit rate: {hits:.1%}"

@@ -40,5 +40,6 @@ def guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     if tokenizer is None:
         objection = "structured_outputs need a tokenizer: start without skip_tokenizer_init"
     # Beside a GPU the cores have time for the masks of many rows; on a CPU they compute steps.
-    originals = mask_threads() if on_gpu else 1
+    # A power of two, as threads halve the rows until each has a part.
+    originals = 1 << (mask_threads() - 1).bit_length() if on_gpu else 1
     return GuideCompiler(partial(vocabulary_of, tokenizer), objection, originals=originals)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.counters import LEVELS
+from paceline.core.counters import LEVELS, LevelUse
 from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
 from paceline.scheduler.state import SchedulerState
@@ -45,15 +45,6 @@ class Waiting(NamedTuple):
     priority: int
     is_swapped: bool
     tenant: str
-
-
-class LevelUse(NamedTuple):
-    """How a level below the device is used, in blocks of all layer groups."""
-
-    name: str  # host or disk
-    held: int  # by swapped requests and copies under way
-    cached: int  # hold a prefix, copies of which may be under way
-    places: int
 
 
 @value
@@ -116,7 +107,7 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         waiting=_waiting(state),
         num_waiting=len(state.queue),
         blocks=tuple(_blocks(group.pool.refs, group.pool.cached) for group in groups),
-        below=_below(state),
+        below=levels_below(state),
         saved=sum(_saved(group.pool.refs) for group in groups),
         evicted=sum(group.pool.num_evicted for group in groups),
         preempted=counters.preempted,
@@ -131,14 +122,20 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
     )
 
 
-def _below(state: SchedulerState) -> tuple[LevelUse, ...]:
-    found = []
-    for name, parts in zip(LEVELS[1:], state.kv.levels[1:], strict=True):
+def levels_below(state: SchedulerState) -> tuple[LevelUse, ...]:
+    """Levels below the device that have places."""
+    found, counters = [], state.counters
+    levels = zip(LEVELS[1:], state.kv.levels[1:], counters.found_tokens[1:], strict=True)
+    for name, parts, hits in levels:
         places = sum(part.num_places for part in parts)
         if places:
             held = places - sum(part.num_free for part in parts)
             cached = sum(len(part.cache) for part in parts)
-            found.append(LevelUse(name, held, cached, places))
+            ways = (f"{name}_out", f"{name}_in")
+            stored, loaded = (counters.copied_blocks.get(way, 0) for way in ways)
+            failed = sum(counters.failed_copies.get(way, 0) for way in ways)
+            is_off = name == LEVELS[-1] and not state.tiers.has_disk
+            found.append(LevelUse(name, held, cached, places, hits, stored, loaded, failed, is_off))
     return tuple(found)
 
 

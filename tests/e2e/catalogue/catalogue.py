@@ -6,14 +6,24 @@ import json
 import time
 from collections.abc import Sequence
 
-from tests.e2e.catalogue import chats, http_layer, json_layer, prompts, routes, sampling, structures, trees
+from tests.e2e.catalogue import (
+    chats,
+    http_layer,
+    json_layer,
+    memory,
+    prompts,
+    routes,
+    sampling,
+    structures,
+    trees,
+)
 from tests.e2e.catalogue.entry import COMPLETIONS, Answer, Entry, answer_of, is_one_of
 from tests.e2e.catalogue.served import NAME, TinyServer
 from tests.e2e.http_server import Reply
 
 ENTRIES: list[Entry] = [
     entry
-    for module in (http_layer, json_layer, prompts, chats, sampling, structures, routes, trees)
+    for module in (http_layer, json_layer, prompts, chats, sampling, structures, routes, trees, memory)
     for entry in module.ENTRIES
 ]
 GROWTH_BYTES = 5 * 2**20

@@ -59,7 +59,7 @@ ENTRIES: list[Entry] = [
             {"search": {"type": "best_of", "n": 0}},
             {"search": {"type": "best_of", "colour": 1}},
             {"search": {"type": "self_consistency"}},
-            {"search": {"type": "self_consistency", "pattern": "(a+)+$"}},
+            {"search": {"type": "self_consistency", "pattern": "(a"}},
             {"search": {"type": "best_of"}, "best_of": 3},
             {"best_of": 2, "n": 3},
             {"best_of": 3, "stream": True},

@@ -64,7 +64,7 @@ def run_tests(tests: Sequence[str], patch: Path | None) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         copy = Path(folder)
         for part in ("src", "tests", "benchmarks"):
-            skipped = shutil.ignore_patterns("__pycache__", "mutants", "dst")
+            skipped = shutil.ignore_patterns("mutants", "dst")
             shutil.copytree(PROJECT / part, copy / part, ignore=skipped)
         shutil.copy(PROJECT / "pyproject.toml", copy)
         if patch is not None:

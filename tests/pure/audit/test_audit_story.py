@@ -56,6 +56,10 @@ def decided(kind: DecisionKind, reason: Rule, value: int = 0, *more: object, **n
             "had to wait at step 7: part of its prompt was coming from the disk",
         ),
         (
+            decided(DecisionKind.DEFER, Rule.ASLEEP, 0, 7, 1.0, seconds=0.39),
+            "had to wait 390 ms until step 7: its model was asleep",
+        ),
+        (
             decided(DecisionKind.LOAD, Rule.LOADS, 1024, 7, 1.0, detail="load 41.0 ms, compute 310.0 ms"),
             "1,024 tokens of its prompt came from host memory at step 7 "
             "(expected: load 41.0 ms, compute 310.0 ms)",
@@ -105,6 +109,14 @@ def test_a_decision_as_a_sentence(decision: Decision, sentence: str) -> None:
     assert told[-1] == sentence
     begins = decision.kind in (DecisionKind.ADMIT, DecisionKind.DEFER, DecisionKind.REFUSE, DecisionKind.FORK)
     assert len(told) == (1 if begins or decision.kind in (DecisionKind.FAIL, DecisionKind.LOAD) else 2)
+
+
+def test_what_was_waited_for_came_from_the_disk() -> None:
+    detail = "load 41.0 ms, compute 310.0 ms"
+    waits = decided(DecisionKind.LOAD, Rule.LOADING, 64, 7, 1.0, detail=detail)
+    loads = decided(DecisionKind.LOAD, Rule.LOADS, 64, 8, 1.1, detail=detail)
+    told = story([waits, decided(DecisionKind.DEFER, Rule.LOADING, 0, 7, 1.0, 9), loads])[-1]
+    assert told == f"64 tokens of its prompt came from the disk at step 8 (expected: {detail})"
 
 
 def test_a_story_that_has_lost_its_beginning_says_so() -> None:

@@ -18,6 +18,7 @@ from paceline.core.events import Decision
 from paceline.core.plan import StepPlan
 from paceline.errors import InputError
 from paceline.scheduler.state import SchedulerState
+from tests.cases import first
 from tests.dst.world import World
 
 Event = dict[str, Any]
@@ -50,7 +51,7 @@ def recorded(seed: int, path: Path, steps: int = 90) -> Truth:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [seed for seed in range(17) if seed != 9])  # in that one nothing is computed
+@pytest.mark.parametrize("seed", first(4, [*range(9), *range(10, 17)]))  # in 9 nothing is computed
 def test_requests_are_on_the_rows_they_were_on(seed: int, tmp_path: Path) -> None:
     truth = recorded(seed, tmp_path / "run.jsonl")
     events = list(trace_events(read_run_log(tmp_path / "run.jsonl", allow_cut=True)))

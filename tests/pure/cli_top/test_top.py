@@ -126,6 +126,41 @@ def busy() -> ServerPicture:
         budget=8_192.0,
         blocks={"free": 20_000, "cached": 12_345, "held": 30_123, "shared": 4_321},
         latencies_ms={"ttft": times, "itl": times, "e2e": times},
+        below={
+            "disk": {
+                "held": 20,
+                "cached": 123_456,
+                "places": 1_234_567,
+                "hits": 12_345_678,
+                "stored": 234_567,
+                "loaded": 123_456,
+                "failed": 12,
+                "is_off": False,
+            }
+        },
+        models=[
+            {
+                "name": f"a model with a long name {number}",
+                "share": 0.5,
+                "standing": "waking",
+                "device_s": 123_456.7,
+                "running": 128,
+                "waiting": 1_234,
+                "part": 0.25 * number,
+                "slabs": [123, 45, 678],
+            }
+            for number in (1, 3)
+        ],
+        adapters={
+            "known": 1_000,
+            "resident": 16,
+            "read": 123_456,
+            "evicted": 123_456,
+            "running": [f"adapter-{number}" for number in range(8)],
+            "num_running": 100,
+            "waiting": ["another"],
+            "num_waiting": 1,
+        },
         tenants={f"tenant {number} of many": (20 - number, number) for number in range(8)},
     )
     picture.figures = lambda: figures  # type: ignore[method-assign]
@@ -149,6 +184,29 @@ def test_nothing_of_a_frame_is_cut_in_the_middle(width: int, is_busy: bool) -> N
     assert "tok/s" in text and re.search(r"\d decode \+ [\d,]+ prefill( |$)", text, re.M)
     assert not is_busy or re.search(r"and \d more$", text, re.M), "tenants without room are counted"
     assert width < 120 or ("in 123,456 tok/s" in text if is_busy else "prefill of 64" in text)
+
+
+def test_models_and_adapters_have_their_lines() -> None:
+    picture = ServerPicture()
+    picture.meet(ABOUT)
+    message = messages()[-1]
+    for second in range(2):
+        again = json.loads(json.dumps(message))
+        again["engine"]["snapshot"]["time_s"] = 100.0 + second
+        shared = {"share": 0.5, "standing": "awake", "running": 1, "waiting": 0, "slabs": [0, 0, 0]}
+        again["server"]["models"] = [
+            {"name": "left", "device_s": 10.0 + 3 * second, **shared},
+            {"name": "right", "device_s": 20.0 + second, **shared},
+        ]
+        picture.apply(again)
+    text = told(picture)
+    assert re.search(r"^model +left +█.* awake  75% of 50%  13.0 s", text, re.M)
+    assert re.search(r"^model +right +█.* awake  25% of 50%  21.0 s", text, re.M)
+    assert "adapter" not in text
+    text = told(busy(), 120)
+    assert re.search(r"^adapter +16 of 1,000 +running adapter-0 adapter-1 ", text, re.M)
+    assert re.search(r"and 92 more waiting another +read again 123,456", text.replace("\n", " "))
+    assert re.search(r"^disk +123,456 of 1,234,567 .*hit 12,345,678 tok", text, re.M)
 
 
 def test_bars_begin_below_each_other_on_a_wide_terminal() -> None:

@@ -6,15 +6,16 @@ The bench compares every output with the reference and checks all invariants aft
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
-from paceline.core.request import RequestId, RequestState
+from paceline.core.request import SALT, RequestId, RequestState
 from paceline.errors import ConfigError
-from paceline.kv.tiers import HOST
+from paceline.kv.tiers import BURST_S, DISK, HOST
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, BreakingRunner, engine_config, prompt
 
@@ -65,6 +66,20 @@ def test_what_the_device_evicts_comes_back_from_the_host() -> None:
     bench.run()
     assert num_cached(bench, again) == 16
     assert bench.reasons(DecisionKind.LOAD, again) == [Rule.LOADS]
+
+
+@pytest.mark.parametrize("disk", [0, 400])
+@pytest.mark.parametrize("other", ["b", f"default{SALT}x"])
+def test_another_tenant_or_salt_finds_nothing_below_the_device(disk: int, other: str) -> None:
+    bench = bench_of(levels(24 if disk else 64, disk))
+    bench.add(prompt(17), 2)
+    bench.run()
+    flood(bench, 32 if disk else 20)
+    strange = bench.add(prompt(17), 2, tenant=other)
+    bench.run()
+    own = bench.add(prompt(17), 2)
+    bench.run()
+    assert (num_cached(bench, strange), num_cached(bench, own)) == (0, 16)
 
 
 def test_both_estimates_are_on_record() -> None:
@@ -203,10 +218,33 @@ def test_bytes_of_the_disk_that_are_not_right_are_computed() -> None:
 
 
 def test_writes_keep_to_their_budget() -> None:
-    bench = bench_of(levels(24, 400, disk_write_s=5.0))
+    bench = bench_of(levels(24, 400, disk_write_s=BURST_S))
     flood(bench, 32)
-    # The burst; the run takes a fraction of 5 s.
+    # The burst; the run takes a fraction of it.
     assert sum(len(seen.plan.store.disk) for seen in bench.seen) == 1
+
+
+def test_prompts_are_written_whole_or_in_part_from_their_beginning() -> None:
+    bench = bench_of(levels(24, 400, disk_write_s=BURST_S / 6))
+    flood(bench, 32)
+    disk = bench.state.kv.levels[DISK][0]
+    written = [len(disk.find(bench.hooks_keys(prompt(17, number)))) for number in range(50, 82)]
+    assert sorted(written)[-3:] == [0, 2, 4]
+    assert len(disk.cache) == 6  # nothing stands behind a gap
+
+
+def test_what_two_prompts_share_is_written_once_and_found_for_both() -> None:
+    bench = bench_of(levels(24, 400, disk_write_s=BURST_S / 100))
+    shared = prompt(9)
+    both = [[*shared, *prompt(8, number)] for number in (7, 8)]
+    for tokens in both:
+        bench.add(tokens, 2)
+        bench.run()
+    flood(bench, 32)
+    disk = bench.state.kv.levels[DISK][0]
+    assert [len(disk.find(bench.hooks_keys(tokens))) for tokens in both] == [4, 4]
+    stored = [head.key for seen in bench.seen for head in seen.plan.store.heads()]
+    assert len(stored) == len(set(stored))
 
 
 def test_a_reset_of_the_cache_forgets_every_level() -> None:
@@ -216,6 +254,21 @@ def test_a_reset_of_the_cache_forgets_every_level() -> None:
     again = bench.add(prompt(17), 2)
     bench.run()
     assert num_cached(bench, again) == 0
+
+
+def test_no_request_waits_for_what_was_on_its_way_when_the_cache_was_reset() -> None:
+    bench = on_disk(late_moves=3)
+    bench.add(prompt(17), 2)
+    bench.step()
+    assert len(bench.state.kv.fetching) == 4
+    bench.scheduler.reset_prefix_cache()
+    assert not bench.state.kv.fetching
+    bench.run()
+    again = bench.add(prompt(17), 2)
+    bench.step()
+    assert bench.states()[again] is RequestState.RUNNING
+    assert not bench.reasons(DecisionKind.DEFER, again)
+    bench.run()
 
 
 def test_a_step_that_fails_takes_the_device_and_not_the_host() -> None:
@@ -267,6 +320,19 @@ def test_a_load_waits_for_room_rather_than_evict_what_the_host_lacks() -> None:
         bench.run()
     assert counters.cached_tokens - found > 0.95 * 48 * 16 and counters.found_tokens[HOST] > 0.9 * 48 * 16
     assert Rule.MAKING_ROOM in bench.reasons(DecisionKind.DEFER)
+
+
+def test_nothing_is_evicted_before_it_was_copied_though_copies_are_two_steps_late() -> None:
+    """Prompts of many steps, of which each takes a quarter of what the device keeps empty."""
+    config = levels(host=512)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=16))
+    bench = bench_of(config, late_copies=2)
+    for number in range(10):
+        bench.add(prompt(49, number), 2)
+    bench.run()
+    again = [bench.add(prompt(49, number), 2) for number in range(10)]
+    bench.run()
+    assert [num_cached(bench, number) for number in again] == [48] * 10
 
 
 def test_copies_and_loads_are_counted_by_level() -> None:

@@ -16,6 +16,7 @@ from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.conductor import Conductor, Needs, Seat, broken_rules
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.kv.slabs import Owner, SlabMarket
+from tests.cases import first
 from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -196,7 +197,7 @@ class World:
             assert list(broken_slabs(self.trade)) == []
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", first(3, SEEDS))
 def test_the_rules_hold_after_every_turn_and_every_request_is_answered(seed: int) -> None:
     world = World(seed)
     for _ in range(TURNS):
@@ -212,6 +213,6 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         for _ in range(TURNS // 2):
             world.turn()
         counts += world.counts
-    wanted = ("sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes")
-    wanted += ("slabs reclaimed", "homes lent")
+    wanted = ["sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes"]
+    wanted += ["slabs reclaimed", "homes lent"]
     assert all(counts[name] >= 5 for name in wanted), counts

@@ -13,9 +13,9 @@ import pytest
 from paceline.config.engine import EngineConfig, PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
-from paceline.core.request import BlockKey
+from paceline.core.request import SALT, BlockKey
 from paceline.errors import ConfigError
-from paceline.kv.tiers import DISK, HOST
+from paceline.kv.tiers import BURST_S, DISK, HOST
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -88,16 +88,19 @@ def test_a_prompt_that_only_its_key_has_in_common_is_not_hit_after_a_restart() -
     assert disk.cache.find(BlockKey(key.key, b"another text", bytes(16))) is None
 
 
-def test_another_tenant_finds_nothing_after_a_restart() -> None:
+@pytest.mark.parametrize(
+    ("own", "other"), [("a", "b"), ("a", f"a{SALT}x"), (f"a{SALT}x", "a"), (f"a{SALT}x", f"a{SALT}y")]
+)
+def test_another_tenant_or_salt_finds_nothing_after_a_restart(own: str, other: str) -> None:
     config = staged()
     bench = bench_of(config)
-    bench.add(prompt(65), 2, tenant="a")
+    bench.add(prompt(65), 2, tenant=own)
     bench.run()
     again = restarted(bench, config)
-    other, own = again.add(prompt(65), 2, tenant="b"), again.add(prompt(65), 2, tenant="a")
+    strange, known = again.add(prompt(65), 2, tenant=other), again.add(prompt(65), 2, tenant=own)
     again.run()
-    assert again.finished[other].num_cached == 0
-    assert again.finished[own].num_cached == 64
+    assert again.finished[strange].num_cached == 0
+    assert again.finished[known].num_cached == 64
 
 
 def test_swapped_requests_do_not_take_the_way_to_the_disk() -> None:
@@ -110,7 +113,7 @@ def test_swapped_requests_do_not_take_the_way_to_the_disk() -> None:
 
 
 def test_writes_stay_within_the_budget() -> None:
-    bench = bench_of(staged(disk_write_s=1.0))  # a block a second, five at once
+    bench = bench_of(staged(disk_write_s=BURST_S / 5))  # five at once
     bench.add(prompt(65), 2)
     bench.run()
     assert on_disk(bench, prompt(64)) == 5

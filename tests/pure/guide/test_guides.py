@@ -14,7 +14,7 @@ from paceline.core.guide import Guide, masks_along
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 from paceline.guide.compile import GuideCompiler
-from paceline.guide.matcher import Matcher, Vocabulary, fill_masks
+from paceline.guide.matcher import FEWEST, GuideBatch, Matcher, Vocabulary
 
 TEXTS = [*map(chr, range(32, 127)), "\n", '{"', '":', "name", "</th", "ink>", "true", "</think>x"]
 CONTROL = {"<end>": len(TEXTS), "<stop>": len(TEXTS) + 1}
@@ -143,7 +143,7 @@ def test_a_wrong_token_breaks_the_guide(compiler: GuideCompiler) -> None:
     assert guide.error == "grammar_error" and not guide.is_over
     assert not allowed(guide) and not guide.forced() and not guide.accepts(encode("y"))
     masks = np.ones((1, VOCABULARY.num_words), np.uint32)
-    fill_masks([guide], masks)
+    GuideBatch([guide]).fill_masks(masks)
     assert not masks.any()
 
 
@@ -173,10 +173,34 @@ def test_masks_of_several_guides_at_once(compiler: GuideCompiler) -> None:
     ]
     assert isinstance(guides[0], Matcher)
     masks = np.zeros((3, VOCABULARY.num_words), np.uint32)
-    fill_masks(guides, masks)
+    GuideBatch(guides).fill_masks(masks)
     for guide, mask in zip(guides, masks, strict=True):
         own = guide.mask()
         assert (mask == (0xFFFFFFFF if own is None else own)).all()
+
+
+def test_guides_that_move_on_together_do_as_each_alone(compiler: GuideCompiler) -> None:
+    """Copies of two originals in turns, a guide that is no grammar, one that breaks, and one that is complete."""
+    forms = [Structure.of({"choice": ["yes", "no"]}), Structure.of({"regex": "[a-z]{4}"})]
+    guides = [take(compiler, forms[number % 2]) for number in range(2 * FEWEST)]
+    guides[5] = take(compiler, Structure(kind="text", after="</think>"))
+    alone, batch = [guide.copy() for guide in guides], GuideBatch(guides)
+    masks = np.zeros((len(guides), VOCABULARY.num_words), np.uint32)
+    for number, letter in enumerate(("n", "o")):
+        tokens = np.array(encode(letter) * len(guides), np.int32)
+        if number == 1:
+            tokens[7] = encode("!")[0]
+        ends = batch.consume(tokens)
+        batch.fill_masks(masks)
+        for guide, other, token, mask in zip(guides, alone, tokens.tolist(), masks, strict=True):
+            other.consume((token,))
+            own = other.mask()
+            assert (guide.is_over, guide.error) == (other.is_over, other.error)
+            assert (mask == (0xFFFFFFFF if own is None else own)).all() or guide.is_over
+        assert ends == (number == 1), "those of a choice are complete, and one has failed"
+    assert guides[0].is_over and guides[7].error and not guides[1].is_over
+    free = GuideBatch(guides[1:2])
+    assert not free.consume(np.array(encode("o"), np.int32)) and free.consume(np.array(encode("o"), np.int32))
 
 
 # -- reasoning ---------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.cached)))
-        self.pool.forget(block)
+        self.pool.forget(np.array([block]))
         self.cached.discard(block)
         if block in self.waiting:
             self.waiting.remove(block)

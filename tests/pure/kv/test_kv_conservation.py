@@ -157,6 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for number in sorted(kv.tickets.open):
             if data.draw(st.booleans()):
                 kv.complete_ticket(number)
+                kv.settle()
         kv.settle()
 
     @rule()
@@ -191,6 +192,7 @@ class ManagerMachine(RuleBasedStateMachine):
         kv.settle()
         for number in list(kv.tickets.open):
             kv.complete_ticket(number)
+            kv.settle()
         check_conservation(kv)
         assert free(kv) == [group.pool.usable for group in kv.groups]
         assert all(host.num_free == host.num_places for host in kv.places)

@@ -96,8 +96,7 @@ def test_a_hit_is_the_least_over_the_groups() -> None:
     compute(kv, 0, "abcd")
     sliding = kv.groups[1]
     for block in held(kv, 0, 1)[2:]:
-        sliding.cache.drop(block)
-        sliding.pool.forget(block)
+        sliding.device.forget(np.array([block]))
     match = kv.match(keys("abcd"), 99)
     assert match.num_blocks == 2
     assert [len(blocks) for blocks in match.blocks] == [2, 1]
@@ -108,8 +107,7 @@ def test_a_window_missing_at_the_end_falls_back_to_an_earlier_one() -> None:
     compute(kv, 0, "abcdef")
     sliding = kv.groups[1]
     hole = held(kv, 0, 1)[3]
-    sliding.cache.drop(hole)
-    sliding.pool.forget(hole)
+    sliding.device.forget(np.array([hole]))
     assert kv.match(keys("abcdefg"), 99).num_blocks == 6, "the hole lies before the last window"
     assert kv.match(keys("abcde"), 99).num_blocks == 3
     check_conservation(kv)
@@ -120,8 +118,7 @@ def test_two_windows_agree_on_one_length() -> None:
     compute(kv, 0, "abcdef")
     for group, entry in ((1, 5), (2, 2)):
         block = held(kv, 0, group)[entry]
-        kv.groups[group].cache.drop(block)
-        kv.groups[group].pool.forget(block)
+        kv.groups[group].device.forget(np.array([block]))
     match = kv.match(keys("abcdef"), 99)
     # Group 1 has no sixth block: five. Five needs entries 3 and 4 of group 2: there.
     assert (match.num_blocks, match.start) == (5, (0, 4, 3))

@@ -150,8 +150,7 @@ def test_a_gap_in_the_cache_ends_the_match() -> None:
     compute(kv, 0, "abc")
     group = kv.groups[0]
     middle = held(kv, 0)[1]
-    group.cache.drop(middle)
-    group.pool.forget(middle)
+    group.device.forget(np.array([middle]))
     assert kv.match(keys("abc"), 99).num_blocks == 1
 
 

@@ -120,7 +120,7 @@ def test_the_first_block_under_a_key_stays() -> None:
 def test_what_is_dropped_is_found_no_more_and_its_key_is_free() -> None:
     cache = PrefixCache()
     cache.add([4], [BlockKey(b"k", b"mine")])
-    cache.drop(4)
+    cache.drop([4])
     assert cache.find(BlockKey(b"k", b"mine")) is None
     assert len(cache) == 0 and not cache.entries()
     assert cache.add([5], [BlockKey(b"k", b"yours")])

@@ -54,6 +54,7 @@ def test_a_swap_out_frees_the_row_at_once_and_the_blocks_when_the_copy_is_done()
     assert refs(kv, blocks) == [1, 1, 1], "the step is done, the copy is not"
     assert kv.coming() == 3
     kv.complete_ticket(int(swaps.ticket[0]))
+    kv.settle()
     assert free(kv) == [16] and not kv.is_moving(7)
     assert kv.places[0].num_free == 5, "the places hold the request's KV"
     check_conservation(kv)
@@ -71,6 +72,7 @@ def test_a_swap_in_fills_an_empty_row_and_gives_the_places_back_when_done() -> N
     kv.extend(0, 12)
     places = kv.swap_out(0, 12, owner=7)
     kv.complete_ticket(int(submit(kv)[2].ticket[0]))
+    kv.settle()
     complete(kv)
     number = kv.swap_in(2, places, 12, owner=7)
     plan = submit(kv)
@@ -82,6 +84,7 @@ def test_a_swap_in_fills_an_empty_row_and_gives_the_places_back_when_done() -> N
     kv.settle()
     assert free(kv) == [13], "the copy still writes into them"
     ticket = kv.complete_ticket(number)
+    kv.settle()
     assert ticket is not None and ticket.owner == 7 and ticket.incoming
     assert free(kv) == [16] and kv.places[0].num_free == 8
     check_conservation(kv)
@@ -109,11 +112,13 @@ def test_places_of_a_request_that_ended_come_back_once(copied_first: bool) -> No
     complete(kv)
     if copied_first:
         kv.complete_ticket(number)
+        kv.settle()
         kv.drop_places(places, owner=7)
     else:
         kv.drop_places(places, owner=7)
         assert kv.places[0].num_free == 5, "the copy into them is still under way"
         kv.complete_ticket(number)
+        kv.settle()
     assert sorted(kv.places[0].free_places()) == list(range(8))
     check_conservation(kv)
 
@@ -135,6 +140,7 @@ def test_a_window_swaps_only_what_it_still_sees() -> None:
     places = kv.swap_out(0, 20, owner=7)
     assert [len(place) for place in places] == [5, 2]
     kv.complete_ticket(int(submit(kv)[2].ticket[0]))
+    kv.settle()
     complete(kv)
     kv.swap_in(1, places, 20, owner=7)
     assert [int(group.first[1]) for group in kv.groups] == [0, 3]
@@ -150,6 +156,7 @@ def test_blocks_shared_with_others_survive_a_swap_out() -> None:
     shared = held(kv, 1)
     kv.swap_out(1, 8, owner=7)
     kv.complete_ticket(int(submit(kv)[2].ticket[0]))
+    kv.settle()
     complete(kv)
     assert held(kv, 0) == shared and refs(kv, shared) == [1, 1]
     check_conservation(kv)
@@ -161,6 +168,7 @@ def test_what_comes_back_from_the_host_is_not_published_as_it_stands() -> None:
     compute(kv, 0, "ab")
     places = kv.swap_out(0, 8, owner=7)
     kv.complete_ticket(int(submit(kv)[2].ticket[0]))
+    kv.settle()
     complete(kv)
     kv.reset_cache()
     kv.swap_in(1, places, 8, owner=7)

@@ -27,6 +27,11 @@ CONFIG = config(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+WITH_EXPERTS = CONFIG | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+}
 TYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "int32": "I32", "int64": "I64", "uint8": "F8_E4M3"}
 
 
@@ -35,6 +40,7 @@ class Written:
     """Tensors of a file by name, and what the quantised matrices among them are worth."""
 
     quantization: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     tensors: dict[str, Array] = field(default_factory=dict)
     values: dict[str, NDArray[np.float64]] = field(default_factory=dict)
 
@@ -209,12 +215,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, str]] = {
 }
 
 
-def written(name: str, seed: int = 0) -> Written:
-    """A model whose layers' matrices are quantised; embedding, head and norms are float32."""
+def written(name: str, seed: int = 0, values: dict[str, Any] = CONFIG) -> Written:
+    """A model whose layers' matrices are quantised; embedding, head, norms and routers are float32."""
     quantization, write, _ = FORMATS[name]
-    random, out = np.random.default_rng(seed), Written(dict(quantization))
-    for tensor, shape in tensor_names(spec_of(CONFIG)):
-        if tensor.startswith("model.layers.") and len(shape) == 2:
+    random, out = np.random.default_rng(seed), Written(dict(quantization), values)
+    for tensor, shape in tensor_names(spec_of(values)):
+        if tensor.startswith("model.layers.") and len(shape) == 2 and not tensor.endswith("mlp.gate.weight"):
             rows, inner = shape
             out.values[tensor] = write(out, tensor.removesuffix(".weight"), (rows, inner), random)
         else:
@@ -224,7 +230,9 @@ def written(name: str, seed: int = 0) -> Written:
 
 def save(folder: Path, model: Written) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": model.quantization}))
+    (folder / "config.json").write_text(
+        json.dumps(model.config | {"quantization_config": model.quantization})
+    )
     header: dict[str, object] = {}
     data = b""
     for name, array in model.tensors.items():

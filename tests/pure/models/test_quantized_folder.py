@@ -80,6 +80,22 @@ FAULTS = [
         "symmetric must be true for eight bits",
         lambda model: config_of(model).__setitem__("symmetric", False),
     ),
+    fault(
+        "compressed int4 with zero points",
+        "weight_zero_point is missing",
+        lambda model: model.tensors.pop(f"{GATE}.weight_zero_point"),
+    ),
+    fault("awq", "qzeros is missing", lambda model: model.tensors.pop(f"{GATE}.qzeros")),
+    fault(
+        "compressed int8",
+        "are neither one, one per row or group, nor one for 128 x 128 blocks",
+        lambda model: model.tensors.__setitem__(f"{GATE}.weight_scale", np.ones(7, np.float32)),
+    ),
+    fault(
+        "gptq",
+        "scales or zero points of model.layers.0.mlp.gate_proj have the shape",
+        lambda model: model.tensors.__setitem__(f"{GATE}.scales", np.ones((2, 256), np.float16)),
+    ),
     fault("gptq", "g_idx puts inputs into groups out of order", spoil("g_idx", 3)),
 ]
 DAMAGE = [
@@ -117,6 +133,42 @@ def test_what_is_wrong_is_one_sentence(
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder).tensor(f"{GATE}.weight")
     assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+ATTENTION = "model.layers.0.self_attn."
+
+
+@pytest.mark.parametrize(
+    "name", ["{0}_scale", "attn.{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale"]
+)
+def test_scales_of_keys_and_values_are_read(name: str, tmp_path: Path) -> None:
+    model = written("compressed int8")
+    model.tensors[ATTENTION + name.format("k")] = np.array([0.25], np.float32)
+    model.tensors[ATTENTION + name.format("v")] = np.array(3.0, np.float32)
+    assert open_checkpoint(save(tmp_path, model)).kv_scales == {0: (0.25, 3.0)}
+
+
+def test_a_file_may_have_scales_of_keys_and_values_alone(tmp_path: Path) -> None:
+    model = written("compressed int8")
+    for tensor, values in model.values.items():
+        model.tensors[tensor] = values.astype(np.float32)
+        del model.tensors[tensor.replace("weight", "weight_scale")]
+    model.tensors[ATTENTION + "k_scale"] = np.array([0.25], np.float32)
+    model.quantization = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
+    checkpoint = open_checkpoint(save(tmp_path, model))
+    assert checkpoint.kv_scales == {0: (0.25, 1.0)} and checkpoint.quantized == []
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), [1.0, 1.0]])
+def test_scales_of_keys_that_cannot_be_are_refused(scale: Any, tmp_path: Path) -> None:
+    model = written("awq")
+    model.tensors[ATTENTION + "k_scale"] = np.array(scale, np.float32)
+    with pytest.raises(CheckpointError, match="k_scale must be one number above zero that is finite"):
+        open_checkpoint(save(tmp_path, model))
 
 
 def test_random_weights_are_not_quantised(tmp_path: Path) -> None:

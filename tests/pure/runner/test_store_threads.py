@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.core.plan import Moves, StepPlan
+from paceline.core.request import BlockKey
 from paceline.core.store import BlockHead
 from paceline.runner.stores import Bytes, StoreThreads
 from tests.fake_store import FakeStore
@@ -39,7 +40,8 @@ def moves(ticket: int, hosts: list[int], places: list[int]) -> Moves:
         group=np.zeros(len(hosts), np.int32),
         host=np.array(hosts, np.int32),
         disk=np.array(places, np.int32),
-        heads=tuple(head_of(place) for place in places),
+        contents=tuple(BlockKey(head_of(place).key, b"", head_of(place).check) for place in places),
+        uses_left=(0,) * len(places),
     )
 
 

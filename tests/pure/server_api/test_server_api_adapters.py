@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.core.adapter import AdapterInfo
 from paceline.errors import InvalidAdapter, UnknownAdapter
 from paceline.server.access.caller import Caller
+from paceline.server.api.by_model import service_named
 from paceline.server.errors import UnknownModel, UnsupportedRoute, problem_of
+from paceline.server.generate.service import Service
 from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.pure.models.made import config, spec_of
 from tests.pure.server_api.api_helpers import Api, FakeClient, chunks, says
@@ -136,9 +139,9 @@ def test_what_is_not_loaded(root: Path, given: dict[str, Any], says_why: str) ->
 
 def test_without_a_folder_nothing_is_loaded() -> None:
     made, client = api(info("poet"))
-    for route in (LOAD, UNLOAD):
+    for route, path in ((LOAD, {"lora_path": "poet"}), (UNLOAD, {})):
         with pytest.raises(UnsupportedRoute, match="--lora-dir"):
-            made.ask(route, {"lora_name": "poet", "lora_path": "poet"})
+            made.ask(route, {"lora_name": "poet", **path})
     assert "poet" in client.adapters
 
 
@@ -165,3 +168,23 @@ def test_a_key_uses_the_adapters_it_may_and_hears_of_no_others() -> None:
     assert len(client.submitted) == 3
     listed = made.ask("/v1/models", method="GET", caller=mine)["data"]
     assert [card["id"] for card in listed] == ["tiny", "alias", "poet"]
+
+
+def test_of_several_models_an_adapter_of_others_is_as_unknown_as_any_name() -> None:
+    first, second = (
+        cast(
+            Service,
+            SimpleNamespace(model=SimpleNamespace(names=(name,)), client=SimpleNamespace(adapters=known)),
+        )
+        for name, known in (("left", {"poet": None}), ("right", {"clerk": None}))
+    )
+    services = [first, second]
+    mine = Caller(adapters=frozenset({"poet"}))
+    assert service_named(services, "poet", mine) is first and service_named(services, "right", mine) is second
+    assert service_named(services, "clerk", Caller()) is second
+    said = []
+    for name in ("clerk", "other"):
+        with pytest.raises(UnknownModel) as refused:
+            service_named(services, name, mine)
+        said.append(str(refused.value).replace(name, "NAME"))
+    assert said[0] == said[1]

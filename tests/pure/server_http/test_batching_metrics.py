@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters
+from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters, LevelUse
 from paceline.core.events import Rule
 from paceline.core.plan import StepPlan, StepWork
 from paceline.costs.model import work_done
 from paceline.costs.presets import MODELS, published_peak
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec, model_work
+from paceline.process.client import EngineStats
 from paceline.server.metrics.batching import (
     WINDOW_S,
     Limits,
@@ -44,9 +45,11 @@ def test_levels_have_their_own_figures() -> None:
     counters.copied(0, incoming=False, num_blocks=3, seconds=0.5, failed=False)
     counters.copied(1, incoming=True, num_blocks=2, seconds=0.25, failed=True)
     counters.judged(Rule.LOADS)
+    disk = LevelUse("disk", 1, 7, 9, hits=10, stored=3, loaded=2, failed=1, is_off=True)
+    stats = EngineStats(counters=counters, below=(disk,))
     found = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in level_families(counters, None, Families("p:", "m"))
+        for family in level_families(stats, None, Families("p:", "m"))
         for sample in family.samples
     }
     by_source = {
@@ -56,6 +59,8 @@ def test_levels_have_their_own_figures() -> None:
     assert found["p:kv_copy_seconds_total", "m", "0", "host_out"] == 0.5
     assert found["p:kv_copy_seconds_total", "m", "0", "disk_in"] == 0.0
     assert found["p:kv_copy_failures_total", "m", "0", "disk_in"] == 1
+    assert found["p:kv_level_blocks", "m", "0", "disk", "cached"] == 7
+    assert found["p:kv_level_up", "m", "0", "disk"] == 0
     assert found["p:kv_loads_total", "m", "0", Rule.LOADS.value] == 1
 
 

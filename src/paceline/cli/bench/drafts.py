@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.bench.view import FORMAT, Report, note, show, write
-from paceline.cli.flags import engine_options, split_list, writable, write_json
+from paceline.cli.flags import command_line, engine_options, split_list, writable, write_json
 from paceline.config.engine import ORACLE
 from paceline.config.options import from_values
 from paceline.config.speculative import read_speculative_config
@@ -145,7 +143,7 @@ def _script(options: DraftsOptions, engine: Mapping[str, Any], width: int, targe
         found = {
             "format": FORMAT,
             "kind": "script",
-            "command": shlex.join(["paceline", *sys.argv[1:]]),
+            "command": command_line(),
             "commit": source_commit(),
             "log": name,
             "width": width,

@@ -9,7 +9,6 @@ import asyncio
 import gc
 import math
 import resource
-import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ import uvloop
 
 from paceline.cli.bench.view import FORMAT, note
 from paceline.cli.doctor import machine_facts
-from paceline.cli.flags import writable, write_json
+from paceline.cli.flags import command_line, writable, write_json
 from paceline.cli.remote import UNKNOWN_LENGTH, Connection, Remote, ServerRefused, admin_connection
 from paceline.config.options import from_values
 from paceline.errors import InputError, PacelineError
@@ -292,7 +291,7 @@ def environment(kind: str, options: LoadOptions, server: Mapping[str, Any]) -> d
         "format": FORMAT,
         "kind": kind,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": source_commit(),
         "client": machine_facts(),
         "server": dict(server),

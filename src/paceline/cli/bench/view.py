@@ -5,7 +5,6 @@ Owns the layout of the file and the sentence above the table. The destination is
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.cli.doctor import gather
-from paceline.cli.flags import write_json
+from paceline.cli.flags import command_line, write_json
 from paceline.cli.terminal import columns
 from paceline.config.engine import MADE_ON_LOADING
 from paceline.lab.bench.machine import accelerator, source_commit, triton_version
@@ -69,7 +68,7 @@ class Report:
         value = {
             "format": FORMAT,
             "kind": self.kind,
-            "command": shlex.join(["paceline", *sys.argv[1:]]),
+            "command": command_line(),
             "commit": self.commit,
             "versions": {**facts["versions"], "triton": triton_version()},
             "hardware": hardware,

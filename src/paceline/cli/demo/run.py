@@ -7,7 +7,6 @@ Owns the flags, the table at the end and the files. The runs are in `lab.bench.d
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.cli.command import Command
-from paceline.cli.flags import writable_folder, write_json
+from paceline.cli.flags import command_line, writable_folder, write_json
 from paceline.cli.show import RacePage, ShowOptions, page_port
 from paceline.config.options import CheckedOptions, from_values, option
 from paceline.errors import InputError
@@ -222,7 +221,7 @@ def _finish(runs: Sequence[ModeRun], folder: Path, what: str) -> None:
     value = {
         "format": FORMAT,
         "what": what,
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": source_commit(),
         "machine": gather(),
         "modes": [to_json(each) for each in figures],

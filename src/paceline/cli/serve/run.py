@@ -109,11 +109,11 @@ def _check_models(models: ModelSet, config: ServerConfig) -> None:
 
     for entry in models.entries:
         find(entry.model.model)
+    names = models.entries[0].model.model or "SmolLM2-135M-Instruct"
     if not models.is_one:
         from paceline.server.open_api import names_of
 
-        names_of(models.entries, config.api)
-    names = ", ".join(entry.model.model or "SmolLM2-135M-Instruct" for entry in models.entries)
+        names = ", ".join(known[0] for known in names_of(models.entries, config.api))
     with contextlib.suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
         print(f"paceline {__version__}: loading {names} ...", file=sys.stderr, flush=True)
 

@@ -5,8 +5,6 @@ Owns titles, the layout of the JSON file and the names of the pictures. Destinat
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.flags import writable, write_json
+from paceline.cli.flags import command_line, writable, write_json
 from paceline.cli.sim.flags import SimOptions
 from paceline.cli.sim.run import Result, rate_label
 from paceline.errors import InputError
@@ -139,7 +137,7 @@ def _write_json(results: Sequence[Result], options: SimOptions, path: Path) -> N
     value = {
         "format": FORMAT,
         "version": __version__,
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": command_line(),
         "seed": options.seed,
         "runs": [_run_json(result) for result in results],
         "knees": {curve.label: curve.knee for curve in _curves(results) if len(curve.points) > 1},

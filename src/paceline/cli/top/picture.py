@@ -21,7 +21,9 @@ RATE_S = 5.0
 CELL_S = 0.5  # of a lane
 PREFILL, DECODE, RECOMPUTE, SWAP = "p", "d", "r", "s"  # what a row did in a cell of its lane
 SHARES = (0.5, 0.9, 0.99)
+IDLE_SHARE = 0.01  # of the time: of a device that computes less, everything is a large part
 LATENCIES = ("ttft", "itl", "e2e")
+LEVEL = ("held", "cached", "places", "hits", "stored", "loaded", "failed", "is_off")
 Message = Mapping[str, Any]
 
 
@@ -48,7 +50,9 @@ class Figures:
     swapped: int
     finished: int
     blocks: Mapping[str, int]  # free, cached, held, shared
-    below: Mapping[str, Mapping[str, int]]  # host, disk: held, cached, places
+    below: Mapping[str, Mapping[str, int]]  # host, disk: their fields of LEVEL
+    models: Sequence[Mapping[str, Any]]  # of a server of several, as the feed has them
+    adapters: Mapping[str, Any]  # as the feed has them; empty: none
     hit_share: float | None
     output_per_s: float
     prompt_per_s: float
@@ -129,10 +133,9 @@ class ServerPicture:
             swapped=snapshot["swapped"],
             finished=snapshot["finished"],
             blocks=_blocks(snapshot),
-            below={
-                name: {"held": held, "cached": kept, "places": places}
-                for name, held, kept, places in snapshot.get("below", ())
-            },
+            below={name: dict(zip(LEVEL, found, strict=True)) for name, *found in snapshot.get("below", ())},
+            models=self._models(),
+            adapters=self._kept[-1]["server"].get("adapters", {}),
             hit_share=cached / prompt if prompt else None,
             output_per_s=self._rate(lambda message: message["server"]["tokens"][0]),
             prompt_per_s=self._rate(lambda message: message["engine"]["snapshot"]["prompt_tokens"]),
@@ -201,6 +204,16 @@ class ServerPicture:
         first = next(message for message in self._kept if _time(message) >= _time(last) - RATE_S)
         elapsed_s = _time(last) - _time(first)
         return max(0.0, (read(last) - read(first)) / elapsed_s) if elapsed_s > 0 else 0.0
+
+    def _models(self) -> list[dict[str, Any]]:
+        """The feed's, with each model's part of the device's time lately."""
+        last, first = (self._kept[place]["server"].get("models", ()) for place in (-1, 0))
+        before = {model["name"]: model["device_s"] for model in first}
+        grown = [model["device_s"] - before.get(model["name"], 0.0) for model in last]
+        spent = sum(grown)
+        is_idle = spent <= IDLE_SHARE * self.span_s
+        parts = [None if is_idle else seconds / spent for seconds in grown]
+        return [{**model, "part": part} for model, part in zip(last, parts, strict=True)]
 
     def _percentiles(self, name: str) -> dict[str, float | None]:
         bounds = self.about.get("latency_bounds", {}).get(name, ())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from paceline.cli.command import Command
 from paceline.cli.steer import LOCAL
@@ -37,8 +38,8 @@ REFUSED = (401, 403, 404)  # a server that will not say otherwise the next time
 HELP = """
 Watch a running server in the terminal.
 
-Shows rows, KV blocks, step composition, latencies, tenants and the request of each row. q or Ctrl-C ends it; when the
-server goes away, it waits for it.
+Shows rows, KV blocks, step composition, latencies, tenants, models, adapters and the request of each row. q or
+Ctrl-C ends it; when the server goes away, it waits for it.
 
   paceline top
   paceline top --url http://gpu-3:8000
@@ -54,6 +55,7 @@ class TopOptions:
     """What `paceline top` takes."""
 
     url: str = option(LOCAL, "address of the server", metavar="URL")
+    model: str | None = option(None, "which of several models (default: the first)", metavar="NAME")
     once: bool = option(False, "show one frame and exit")
     json: bool = option(False, "print one JSON object per line instead")
 
@@ -65,7 +67,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
     from paceline.cli.remote import admin_connection
 
-    watcher = FeedFollower(admin_connection(options.url))
+    watcher = FeedFollower(admin_connection(options.url), options.model)
     if options.once:
         _show_once(watcher, options)
         return
@@ -79,7 +81,7 @@ def _run(values: Mapping[str, Any]) -> None:
 class FeedFollower:
     """Follows a server's feed in a separate thread, and continues when the server comes back."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, model: str | None = None) -> None:
         from paceline.cli.top.picture import ServerPicture
 
         self.picture: ServerPicture = ServerPicture()
@@ -87,6 +89,7 @@ class FeedFollower:
         self.refusal: Exception | None = None  # there is no use in trying again
         self.lock = threading.Lock()
         self._connection = connection
+        self._query = "" if model is None else f"?{urlencode({'model': model})}"
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -98,10 +101,10 @@ class FeedFollower:
 
     def messages(self) -> Iterator[ServerPicture]:
         """The picture after each message, until the feed breaks off."""
-        about = self._connection.ask("GET", ABOUT)
+        about = self._connection.ask("GET", ABOUT + self._query)
         with self.lock:
             self.picture.meet(about)
-        for message in self._connection.follow(WATCH, silence_s=SILENCE_S):
+        for message in self._connection.follow(WATCH + self._query, silence_s=SILENCE_S):
             with self.lock:
                 self.picture.apply(message)
                 self.state = "live"

@@ -37,7 +37,9 @@ def frame(picture: ServerPicture, state: str, address: str, width: int, height: 
     if not picture.num_messages:
         return Group(*lines, Text(picture.unavailable or "nothing received yet", style=DIM))
     figures = picture.figures()
+    lines += _model_lines(figures, width)
     lines += _load_lines(figures, width)
+    lines += _adapter_lines(figures, width)
     lines += _latency_lines(figures, width)
     lines += _step_lines(figures, width)
     lines += _tenant_lines(figures, width)
@@ -96,7 +98,49 @@ def _level_line(name: str, level: Mapping[str, int], width: int) -> Text:
     """A level below the device."""
     cached, places = level["cached"], level["places"]
     parts = [(level["held"] / places, "█", "green"), (cached / places, "░", "green")]
-    return _barred(_line(name, f"{cached:,} of {places:,}", width), parts, [Text("  cached")], width)
+    moves = [
+        *([Text("  off", style="bold red")] if level["is_off"] else []),
+        Text(f"  hit {level['hits']:,} tok"),
+        Text(f"  stored {level['stored']:,}"),
+        Text(f"  loaded {level['loaded']:,}"),
+        Text(f"  failed {level['failed']:,}" if level["failed"] else "", style="red"),
+    ]
+    return _barred(_line(name, f"{cached:,} of {places:,}", width), parts, moves, width)
+
+
+def _model_lines(figures: Figures, width: int) -> list[Text]:
+    """One for each model of several: its part of the device's time lately, and its share."""
+    total = sum(model["share"] for model in figures.models)
+    lines = []
+    for model in figures.models:
+        part, (kv, weights, slabs) = model["part"], model["slabs"]
+        head = _line("model", shown(model["name"])[:13], width)
+        words = [
+            Text(f"  {model['standing']}", style="" if model["standing"] == "awake" else "yellow"),
+            Text(f"  {'idle' if part is None else f'{part:.0%}'} of {model['share'] / total:.0%}"),
+            Text(f"  {model['device_s']:,.1f} s"),
+            Text(f"  {model['running']:,} run {model['waiting']:,} wait"),
+            Text(f"  {kv:,}+{weights:,} of {slabs:,} slabs" if slabs else ""),
+        ]
+        lines.append(_barred(head, [(part or 0.0, "█", "green")], words, width))
+    return lines
+
+
+def _adapter_lines(figures: Figures, width: int) -> list[Text]:
+    adapters = figures.adapters
+    if not adapters:
+        return []
+    line = _line("adapter", f"{adapters['resident']:,} of {adapters['known']:,}", width)
+    parts: list[Text] = []
+    for what in ("running", "waiting"):
+        names = [f"{shown(name)[:16]} " for name in adapters[what]]
+        more = adapters[f"num_{what}"] - len(names)
+        words = [*names, f"and {more:,} more "] if more > 0 else names
+        parts += [
+            Text.assemble((f"{what} " if not place else "", DIM), word) for place, word in enumerate(words)
+        ]
+    read = f"read again {adapters['read']:,}  evicted {adapters['evicted']:,}"
+    return _wrapped(line, [*parts, Text(read, style=DIM)], width)
 
 
 def _latency_lines(figures: Figures, width: int) -> list[Text]:

@@ -76,7 +76,7 @@ class ThroughputOptions(BenchOptions):
 
     workload: str = option(
         "nano",
-        "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500; "
+        "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500, 1000x1000; "
         "several, separated by commas, or all",
         basic=True,
         panel="Workload",

@@ -123,6 +123,7 @@ OFFLINE: dict[str, _Kind] = {
     "azure-conv-1000": _Kind(make=traced, trace_rows=range(1000)),
     "prefix-2048x256": _Kind(make=lambda _: shared_prefix(256, 2048, 128, 64)),
     "prefill-64x3500": _Kind(make=lambda _: fixed(64, 3500, 1, seed=31)),
+    "1000x1000": _Kind(make=lambda _: fixed(1024, 1000, 1000, seed=32)),
 }
 ONLINE: dict[str, _Kind] = {
     "azure-conv@8": _azure_at(8, 2000, 240),

@@ -36,7 +36,7 @@ from paceline.core.dial import DialSetting
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.recorder import Inputs, RunWatcher, StepRecord
-from paceline.core.request import BlockKey, Request
+from paceline.core.request import BlockKey, Request, named_keys
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
 from paceline.policy import Policy
@@ -328,7 +328,7 @@ class _RecordedHooks:
         if at < len(self._inputs):
             given = decode_input(self._inputs[at])[1]
             if isinstance(given, inputs.Keys) and given.request == request.id:
-                return [BlockKey(key, b"") for key in given.keys]
+                return named_keys(given.keys, request.keys)
         return ()
 
     def finish(self, request: Request) -> None:

@@ -86,7 +86,7 @@ class RequestSource:
         ids, size, span = prefix_ids[index], self._config.engine.kv.block_size, self.workload.prefix_block
         tenant, adapter = int(self.workload.tenant[index]), int(self._adapters[index])
         known = min(int(self.workload.prompt_len[index]), len(ids) * span)
-        keys = []
+        keys: list[BlockKey] = []
         for start in range(0, known - size + 1, size):
             # A block is named by the ids it lies in and its place there. An id stands for all that is
             # before it too, so that equal keys mean equal beginnings.
@@ -94,7 +94,7 @@ class RequestSource:
             name = struct.pack(f"<iq{len(within)}q", tenant, start % span, *within)
             if adapter:
                 name += struct.pack("<i", adapter)
-            keys.append(BlockKey(name, name))
+            keys.append(BlockKey(name, name, parent=keys[-1].key if keys else b""))
         return keys
 
     def arrivals(self) -> Arrivals:

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.tree import AsyncBranch, AsyncTree
+from paceline.guide.check import last_match
+from paceline.llm.tree import AsyncBranch, AsyncTree, Backend
 
 MAX_WIDTH = 128
 MAX_PATTERN_CHARS = 1000
@@ -61,6 +62,7 @@ class Search:
     """One search and its options."""
 
     needs_logprobs: ClassVar[bool] = False
+    is_lockstep: ClassVar[bool] = False  # it looks at every token before the next: steps ahead are of no use
 
     @property
     def num_parallel(self) -> int:
@@ -143,12 +145,15 @@ class AnswerReading:
             message = f"search: pattern is not a regular expression: {error}"
             raise InvalidRequest(message[:300], param="search") from None
 
-    def read(self, text: str) -> str | None:
-        """None where there is no answer."""
+    async def read(self, text: str, backend: Backend) -> str | None:
+        """None where there is no answer. A backend may have its own way to match patterns."""
+        if self.pattern is not None and backend.find_pattern is not None:
+            return await backend.find_pattern(self.pattern.pattern, text)
+        return self.read_here(text)
+
+    def read_here(self, text: str) -> str | None:
         if self.pattern is not None:
-            number = 1 if self.pattern.groups else 0
-            found = [(match.group(number) or "").strip() for match in self.pattern.finditer(text)]
-            return next((each for each in reversed(found) if each), None)
+            return last_match(self.pattern, text)
         if self.after is not None:
             _, there, rest = text.rpartition(self.after)
             said = rest.strip().partition("\n")[0].strip() if there else ""

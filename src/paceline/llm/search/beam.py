@@ -1,17 +1,19 @@
 """Beam search: at each place the likeliest continuations of all beams together go on.
 
 Equal to `generate(num_beams=...)` of transformers with `early_stopping=False` and `True`, up to rounding. A beam is a
-branch that is held after each token: one continuation goes on with it, the others are forks of the token before.
+branch that runs and tells how likely each next token was. The continuation with its own token goes on with it, others
+are forks of the token before, which share what it has computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from operator import itemgetter
+from typing import ClassVar, NamedTuple
 
 from paceline.core.sampling import MAX_LOGPROBS, SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.search.base import Candidate, Search, SearchResult, all_held, check_range
+from paceline.llm.search.base import Candidate, Search, SearchResult, check_range
 from paceline.llm.tree import AsyncBranch, AsyncTree
 
 # What changes which tokens are drawn, and not how likely the model says they are.
@@ -27,10 +29,16 @@ class _Step(NamedTuple):
     score: float  # sum of its logprobs
     branch: AsyncBranch
     token: int
+    length: int  # tokens of the beam then
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.branch.token_ids[:-1], self.token]
+        return [*self.branch.token_ids[: self.length - 1], self.token]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the branch itself has that token."""
+        return self.branch.token_ids[self.length - 1] == self.token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,7 @@ class Beam(Search):
     width: int = 4
     length_penalty: float = 1.0
     early_stopping: bool = False  # end as soon as `width` answers are complete
+    is_lockstep: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range("width", self.width, 1, MAX_LOGPROBS // 2)
@@ -59,7 +68,7 @@ class Beam(Search):
 
     @property
     def num_parallel(self) -> int:
-        return self.width
+        return 2 * self.width  # with those that the next ones are made of
 
     async def run(self, tree: AsyncTree) -> SearchResult:
         tokenizer = tree.backend.tokenizer
@@ -67,11 +76,12 @@ class Beam(Search):
         if tokenizer is not None:
             ends |= frozenset(tokenizer.eos_token_ids)
         num_kept = min(max(2, 1 + len(ends)) * self.width, MAX_LOGPROBS)
-        beams = dict.fromkeys(await tree.root.fork(1, max_tokens=1), 0.0)
+        beams = dict.fromkeys(await tree.root.fork(1), 0.0)
         done: list[tuple[float, list[int], str]] = []  # the best `width`
+        spent: set[AsyncBranch] = set()  # beams that were left, and have forks
         for length in range(1, tree.max_tokens + 1):
-            await all_held(tree)
-            steps = _likeliest(beams, num_kept)
+            await _all_reach(length, beams, spent, tree)
+            steps = _likeliest(beams, length, num_kept)
             is_last = length == tree.max_tokens
             for step in steps[: self.width]:
                 if is_last or step.token in ends:
@@ -81,7 +91,7 @@ class Beam(Search):
             going = [] if is_last else [step for step in steps if step.token not in ends][: self.width]
             if not going or self._is_over(done, going[0].score / length**self.length_penalty):
                 break
-            beams = await _go_on(beams, going)
+            beams, spent = await _go_on(beams, going)
         return self.result(tree, [self._candidate(tree, each, ends) for each in done])
 
     def _is_over(self, done: list[tuple[float, list[int], str]], best_possible: float) -> bool:
@@ -97,29 +107,41 @@ class Beam(Search):
         return Candidate(text=text, token_ids=tokens, score=score, finish_reason=reason)
 
 
-def _likeliest(beams: dict[AsyncBranch, float], count: int) -> list[_Step]:
-    steps = []
+async def _all_reach(
+    length: int, beams: dict[AsyncBranch, float], spent: set[AsyncBranch], tree: AsyncTree
+) -> None:
+    """Wait until all beams have so many tokens; those that have failed before are left out. What they were made of ends
+    behind the next step: by then they share it, or wait for its row."""
+    await tree.backend.settled()
+    while late := [branch for branch in beams if len(branch.token_ids) < length]:
+        for branch in late:
+            if branch.state == "ended":
+                del beams[branch]
+        await tree.backend.changed()
+        while spent:
+            spent.pop().prune()
+
+
+def _likeliest(beams: dict[AsyncBranch, float], length: int, count: int) -> list[_Step]:
+    steps: list[tuple[float, AsyncBranch, int]] = []
     for branch, score in beams.items():
         known = branch.output.logprobs
-        assert known, "a held beam has the logprobs of its last token"
-        steps += [_Step(score + found.logprob, branch, token) for token, found in known[-1].items()]
-    return sorted(steps, key=lambda step: -step.score)[:count]
+        assert known, "a beam has the logprobs of its tokens"
+        steps += [(score + each.logprob, branch, token) for token, each in known[length - 1].items()]
+    steps.sort(key=itemgetter(0), reverse=True)
+    return [_Step(*step, length) for step in steps[:count]]
 
 
-async def _go_on(beams: dict[AsyncBranch, float], going: list[_Step]) -> dict[AsyncBranch, float]:
-    """The branches of the next place, and their scores."""
-    following: dict[AsyncBranch, float] = {}
-    kept = []
+async def _go_on(
+    beams: dict[AsyncBranch, float], going: list[_Step]
+) -> tuple[dict[AsyncBranch, float], set[AsyncBranch]]:
+    """The branches of the next place with their scores, and others that some of them were made of."""
+    following = {step.branch: step.score for step in going if step.is_own}
     for step in going:
-        tokens = step.branch.token_ids
-        if step.token == tokens[-1]:
-            kept.append(step)
-        else:
-            (made,) = await step.branch.fork(1, at=len(tokens) - 1, append=[step.token], max_tokens=1)
+        if not step.is_own:
+            (made,) = await step.branch.fork(1, at=step.length - 1, append=[step.token])
             following[made] = step.score
-    for step in kept:
-        await step.branch.extend(max_tokens=1)
-        following[step.branch] = step.score
-    for branch in beams.keys() - following.keys():
+    parents = {step.branch for step in going}
+    for branch in beams.keys() - following.keys() - parents:
         branch.prune()
-    return following
+    return following, parents - following.keys()

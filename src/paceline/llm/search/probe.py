@@ -44,7 +44,7 @@ class Probe(Search):
                 1, append=self.ask, max_tokens=self.answer_tokens, temperature=0, stop="\n"
             )
             await all_held(tree)
-            said.append(reading.read(probe.text.rpartition(self.ask)[2]))
+            said.append(await reading.read(probe.text.rpartition(self.ask)[2], tree.backend))
             probe.prune()
             last = said[-self.agree :]
             is_certain = len(last) == self.agree and last[0] is not None and len(set(last)) == 1

@@ -69,7 +69,7 @@ class SelfConsistency(Search):
         num_drawn = min(self.n, self.parallel)
         await tree.root.fork(num_drawn)
         async for branch in tree.held():
-            answer = reading.read(branch.text)
+            answer = await reading.read(branch.text, tree.backend)
             found[branch.index] = candidate(branch, 0.0, answer)
             branch.prune()
             if answer is not None:

@@ -140,7 +140,7 @@ def _read(path: Path, spec: ModelSpec, max_rank: int) -> Adapter:
         a, b = (_values(file, tensor) for tensor in wanted)
         with np.errstate(over="ignore"):
             b = b * np.float32(scale)
-        check_finite(b, f"{name_b} times its scaling")
+        check_finite(b, f"{name_b} times its scaling", "adapter")
         at = 0
         for part, width in module.parts:
             parts[layer, part] = LowRank(a, np.ascontiguousarray(b[at : at + width]))
@@ -318,7 +318,7 @@ def _pattern(fields: Fields, name: str, module: str) -> float | None:
 
 def _values(file: SafetensorsFile, name: str) -> Floats:
     values = np.array(file.tensor(name).to_float32(), np.float32)
-    check_finite(values, name)
+    check_finite(values, name, "adapter")
     return values
 
 

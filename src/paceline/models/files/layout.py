@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, some_of
 from paceline.models.files.gguf import GgufFile
+from paceline.models.files.quantized_folder import KV_SCALE
 from paceline.models.files.stored import Entry, StoredTensor, tensor_names
 from paceline.models.spec import ModelSpec
 
@@ -187,7 +188,7 @@ def _ignored(spec: ModelSpec) -> Callable[[str], bool]:
     def ignored(name: str) -> bool:
         if name == "lm_head.weight":
             return spec.tied_embeddings
-        return _BUFFER.fullmatch(name) is not None or (
+        return (_BUFFER.fullmatch(name) or KV_SCALE.fullmatch(name)) is not None or (
             spec.architecture == "gemma3" and name.startswith(_VISION)
         )
 

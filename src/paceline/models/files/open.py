@@ -21,6 +21,7 @@ from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.gguf_model import spec_from_gguf
 from paceline.models.files.layout import Piece, locate_in_folder, locate_in_gguf
+from paceline.models.files.quantized_folder import QuantizedFiles, read_kv_scales
 from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (
     FALLBACK,
@@ -79,6 +80,8 @@ class Checkpoint:
     generation: GenerationDefaults
     text: TextParts
     stored: Mapping[str, StoredType] = field(default_factory=dict)  # by type: what the files hold
+    # By layer: of keys and of values, where the files bring any.
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
@@ -121,6 +124,7 @@ def _open(path: Path, load_format: str) -> Checkpoint:
 def _open_folder(path: Path) -> Checkpoint:
     folder = ModelFolder(path)
     spec, files = folder.spec, folder.files()
+    weights = files.source if isinstance(files, QuantizedFiles) else files
     pieces = locate_in_folder(spec, files.entries, str(path))
     return Checkpoint(
         spec=spec,
@@ -130,6 +134,7 @@ def _open_folder(path: Path) -> Checkpoint:
         generation=FALLBACK if folder.generation is None else generation_defaults(folder.generation),
         text=text_of_folder(folder),
         stored=_by_type(files.entries.values()),
+        kv_scales=read_kv_scales(weights, str(path)),
     )
 
 

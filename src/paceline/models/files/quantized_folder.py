@@ -3,7 +3,7 @@
 Read are fp8 of the kind DeepSeek and Qwen publish (`weight_scale_inv`, blocks of 128 x 128) or with a scale per tensor,
 compressed-tensors (float-quantized, int-quantized, pack-quantized), GPTQ and AWQ. A matrix that a file keeps as several
 tensors appears as one, `<name>.weight`, in the form of records.py; the rest of the model sees no difference. Scales of
-inputs and of keys and values are not used: inputs get a scale per token when they are multiplied, keys have none.
+inputs are not used: inputs get a scale per token when they are multiplied.
 
 Everything is checked before it is used: which kind it is and how groups divide when a model is opened, scales when a
 matrix is read.
@@ -29,6 +29,10 @@ SUPPORTED = "supported are fp8, compressed-tensors (float-, int- and pack-quanti
 # Beside a matrix, and not needed to multiply with it.
 _UNUSED = re.compile(
     r".*\.(input_scale|output_scale|input_zero_point|bias_scale|[kvq]_scale|k_zero_point|v_zero_point|weight_shape)"
+)
+# The scale of a layer's keys or values, as different writers call it.
+KV_SCALE = re.compile(
+    r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)"
 )
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
 _PER_WORD = 8  # numbers of four bits in one of 32
@@ -65,7 +69,8 @@ class QuantizedFiles:
     """Files whose quantised matrices appear as one tensor each."""
 
     def __init__(self, files: Files, scheme: Scheme) -> None:
-        self._files, self._scheme = files, scheme
+        self.source = files
+        self._scheme = scheme
         self._matrices: dict[str, str] = {}  # `<name>.weight` to the tensor with its numbers
         ending = {"plain": ".weight", "packed": ".weight_packed"}.get(scheme.form, ".qweight")
         for name, entry in files.entries.items():
@@ -77,21 +82,21 @@ class QuantizedFiles:
 
     def tensor(self, name: str) -> StoredTensor:
         if name not in self._matrices:
-            return self._files.tensor(name)
+            return self.source.tensor(name)
         return as_tensor(name, _READ[self._scheme.form](self, name.removesuffix(".weight")))
 
     def numbers(self, name: str) -> NDArray[np.generic]:
-        return self._files.numbers(name)
+        return self.source.numbers(name)
 
     def integers(self, name: str) -> NDArray[np.int64]:
-        return self._files.integers(name)
+        return self.source.integers(name)
 
     def _virtual(self) -> dict[str, Entry]:
         """Entries as a reader should see them: parts of matrices are not tensors of their own."""
         parts = {matrix.removesuffix("weight") + part for matrix in self._matrices for part in _PARTS}
         found = {
             name: entry
-            for name, entry in self._files.entries.items()
+            for name, entry in self.source.entries.items()
             if name not in parts and _UNUSED.fullmatch(name) is None
         }
         for matrix, source in self._matrices.items():
@@ -99,7 +104,7 @@ class QuantizedFiles:
             size = sum(
                 entry.end - entry.begin
                 for part in _PARTS
-                if (entry := self._files.entries.get(f"{stem}.{part}")) is not None
+                if (entry := self.source.entries.get(f"{stem}.{part}")) is not None
             )
             found[matrix] = Entry(dtype=self._scheme.kind, shape=shape, begin=0, end=size)
             self._check_groups(stem, shape)
@@ -107,7 +112,7 @@ class QuantizedFiles:
 
     def _shape(self, source: str) -> tuple[int, ...]:
         """[rows, inner] of a matrix."""
-        shape = self._files.entries[source].shape
+        shape = self.source.entries[source].shape
         if len(shape) != 2:
             raise CheckpointError(f"{self._scheme.where}: {source} has {len(shape)} dimensions, not 2")
         if self._scheme.form == "packed":
@@ -128,10 +133,10 @@ class QuantizedFiles:
     def part(self, stem: str, name: str) -> NDArray[np.generic]:
         if not self.has(stem, name):
             raise CheckpointError(f"{self._scheme.where}: {stem}.{name} is missing; download the model again")
-        return self._files.numbers(f"{stem}.{name}")
+        return self.source.numbers(f"{stem}.{name}")
 
     def has(self, stem: str, name: str) -> bool:
-        return f"{stem}.{name}" in self._files.entries
+        return f"{stem}.{name}" in self.source.entries
 
     def scales(self, stem: str, name: str) -> Floats:
         """Refuses zeros and what is not finite: a matrix would be nothing or spoil every answer."""
@@ -267,6 +272,23 @@ def _awq_columns(words: NDArray[np.generic]) -> Bytes:
     return ordered.reshape(len(words), -1)
 
 
+def read_kv_scales(files: Files, where: str) -> dict[int, tuple[float, float]]:
+    """By layer: what keys and values are divided by where they are kept in eight bits; of most files none."""
+    found: dict[int, dict[str, float]] = {}
+    for name in files.entries:
+        match = KV_SCALE.fullmatch(name)
+        if match is None:
+            continue
+        values = files.numbers(name).reshape(-1)
+        scale = float(values[0]) if values.size == 1 else float("nan")
+        if not (0 < scale < float("inf")):
+            raise CheckpointError(
+                f"{where}: {name} must be one number above zero that is finite; download the model again"
+            )
+        found.setdefault(int(match[1]), {})[match[2] or match[3]] = scale
+    return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
+
+
 # -- what the config says ------------------------------------------------------------------------------------
 
 
@@ -307,9 +329,11 @@ def _four_bits(fields: Fields, where: str, *, form: str) -> Scheme:
     return Scheme(kind=INT4, form=form, group=max(group, 0), zero_is_less_one=old, where=where)
 
 
-def _compressed(fields: Fields, where: str) -> Scheme:
+def _compressed(fields: Fields, where: str) -> Scheme | None:
     groups = fields.group("config_groups")
     names = sorted(groups.names()) if groups is not None else []
+    if not names and fields.has("kv_cache_scheme"):
+        return None  # only keys and values have scales
     if groups is None or len(names) != 1:
         fields.refuse("config_groups", "must be one: files that mix kinds are not read")
     group = groups.group(names[0])
@@ -341,7 +365,7 @@ def _check_group(fields: Fields, name: str, size: int) -> None:
         fields.refuse(name, f"must be -1 or a multiple of 32, not {size}")
 
 
-_METHODS: dict[str, Callable[[Fields, str], Scheme]] = {
+_METHODS: dict[str, Callable[[Fields, str], Scheme | None]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "gptq": partial(_four_bits, form="gptq"),

@@ -84,6 +84,37 @@ def record_of(tensor: StoredTensor) -> Record:
     return Record(INT4, q, floats[:, :groups], floats[:, groups:])
 
 
+GGUF_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")  # of GGUF files: what can be a record of four bits
+
+
+def record_of_gguf(tensor: StoredTensor) -> Record:
+    """Groups of 32; the first sixteen numbers of a group are the lower halves of its bytes."""
+    rows = tensor.shape[0]
+    if (
+        tensor.dtype == "Q4_K"
+    ):  # two halves, eight scales and eight minima of six bits, then groups two by two
+        blocks = tensor.raw.reshape(rows, -1, 144)
+        d, low = (_float16(blocks[:, :, at : at + 2]) for at in (0, 2))
+        first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+        scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
+        minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
+        scale, offset = (d * scales).reshape(rows, -1), (-low * minima).reshape(rows, -1)
+        pairs = blocks[:, :, 16:].reshape(rows, -1, 4, 32)
+        numbers = np.stack([pairs & 15, pairs >> 4], axis=3)
+    else:
+        head = 2 if tensor.dtype == "Q4_0" else 4
+        blocks = tensor.raw.reshape(rows, -1, head + 16)
+        scale = _float16(blocks[:, :, :2])[..., 0]
+        offset = -8 * scale if head == 2 else _float16(blocks[:, :, 2:4])[..., 0]
+        numbers = np.concatenate([blocks[:, :, head:] & 15, blocks[:, :, head:] >> 4], axis=-1)
+    return Record(INT4, pack_nibbles(numbers.reshape(tensor.shape)), scale, offset)
+
+
+def _float16(raw: Bytes) -> Floats:
+    values: Floats = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+    return values
+
+
 def decode(tensor: StoredTensor) -> Floats:
     return record_of(tensor).values()
 

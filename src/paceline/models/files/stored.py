@@ -39,7 +39,7 @@ class StoredTensor:
         return self.decode(self)
 
 
-def check_finite(values: NDArray[np.float32], name: str) -> None:
+def check_finite(values: NDArray[np.float32], name: str, whose: str = "model") -> None:
     """Refuse values with NaN or infinity among them: a model that has any answers no request.
 
     A sum tells, at the speed of memory; only one that is not finite is looked at again.
@@ -48,8 +48,8 @@ def check_finite(values: NDArray[np.float32], name: str) -> None:
         is_finite = bool(np.isfinite(values.sum()))
     if not is_finite and not np.isfinite(values).all():
         raise CheckpointError(
-            f"the tensor {name} holds values that are not finite (NaN or infinity): the model's files are damaged; "
-            "download or convert the model again"
+            f"the tensor {name} holds values that are not finite (NaN or infinity): the {whose}'s files are damaged; "
+            f"download or convert the {whose} again"
         )
 
 

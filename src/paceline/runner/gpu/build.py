@@ -11,9 +11,10 @@ everything else a start does.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,13 +27,24 @@ from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
-from paceline.models.files.records import FP8, INT4, INT8, KINDS, Record, record_of
+from paceline.models.files.records import (
+    FP8,
+    GGUF_FOUR_BITS,
+    INT4,
+    INT8,
+    KINDS,
+    Floats,
+    Record,
+    record_of,
+    record_of_gguf,
+)
 from paceline.models.files.stored import StoredTensor, check_finite, num_parameters
 from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_head import further_layers
+from paceline.runner.gpu.device_layers import fold_kv_scales
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
@@ -50,6 +62,7 @@ from paceline.runner.gpu.linears import (
 from paceline.runner.gpu.slab_memory import Home, SlabMemory, choose_slab_bytes
 from paceline.runner.sizing import free_memory
 
+_logger = logging.getLogger("paceline")
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
 MOST_OF_HOST = 0.8  # of the memory that is available; pinned memory cannot be swapped out
@@ -82,11 +95,20 @@ def load_parts(
     dtype: torch.dtype,
     on_layer: Callable[[int, int], None] | None = None,
     quantization: str = "auto",
+    kv_dtype: torch.dtype | None = None,
     home: Home | None = None,
 ) -> Parts:
     """The decoder's parts with every matrix on the device, in its `home` if it has one."""
+    storage = DeviceStorage(device, dtype, quantization, home)
     try:
-        parts = build_decoder(checkpoint, 2, DeviceStorage(device, dtype, quantization, home), on_layer).parts
+        parts = build_decoder(checkpoint, 2, storage, on_layer).parts
+        if storage.unpacked and quantization == "auto":
+            _logger.warning(
+                "matrices of %s have 16 bits on the GPU: no product takes them as they are in the file",
+                ", ".join(sorted(storage.unpacked)),
+            )
+        if kv_dtype == torch.float8_e4m3fn:
+            fold_kv_scales(parts.layers, checkpoint.spec, checkpoint.kv_scales)
         if home is not None:
             torch.cuda.empty_cache()  # what was copied there
         return parts
@@ -315,6 +337,7 @@ class DeviceStorage:
         self._quantization = quantization
         self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
+        self.unpacked: set[str] = set()  # types of a file's matrices that no product takes as they are
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         if len(weights) == 1 and weights[0].name in self._tables:
@@ -329,10 +352,14 @@ class DeviceStorage:
             return ScaledLinear(kept, bias)
         if kept is not None:
             return GroupedLinear(kept, bias)
+        self.unpacked |= {
+            weight.dtype for weight in weights if weight.dtype in KINDS or weight.dtype[0] in "QI"
+        }
         parts = [self._moved(weight) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         name = weights[0].name
-        if name.endswith(_KEPT) or (self._is_expert(weights) and self._quantization != "fp8"):
+        fits = fits_four_bits if self._quantization == "int4" else fits_eight_bits
+        if name.endswith(_KEPT) or (".experts." in name and not fits(*matrix.shape)):
             return DenseLinear(matrix, bias)
         if self._quantization == "int4":
             return GroupedLinear(self._four_bits(matrix, name), bias)
@@ -351,16 +378,22 @@ class DeviceStorage:
 
     def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
         """Matrices as the file has them; None for those that no product takes, which are unpacked."""
-        kinds = {weight.dtype for weight in weights}
+        kinds = {INT4 if weight.dtype in GGUF_FOUR_BITS else weight.dtype for weight in weights}
         if (
             self._quantization == "none"
             or len(kinds) > 1
             or not kinds <= set(KINDS)
-            or self._is_expert(weights)
+            or weights[0].name.endswith(_KEPT)
         ):
             return None
-        records = [record_of(weight) for weight in weights]
+        records = [
+            record_of_gguf(weight) if weight.dtype in GGUF_FOUR_BITS else record_of(weight)
+            for weight in weights
+        ]
         if kinds == {INT4}:
+            for weight, record in zip(weights, records, strict=True):
+                check_finite(record.scale, weight.name)
+                check_finite(cast(Floats, record.offset), weight.name)
             return self._packed_records(records)
         groups = {record.scale.shape[1] for record in records}
         fits = len(groups) == 1 and all(fits_eight_bits(*record.q.shape) for record in records)
@@ -388,14 +421,10 @@ class DeviceStorage:
         )
         return packed_of(numbers, scale, offset, self._dtype)
 
-    @staticmethod
-    def _is_expert(weights: Sequence[StoredTensor]) -> bool:
-        return ".experts." in weights[0].name
-
     def _four_bits(self, matrix: Tensor, name: str) -> PackedWeight:
         self._check_fit(fits_four_bits(*matrix.shape), matrix, name, "16 and 64")
         made = packed(matrix, self._dtype)
-        self._check_finite(made.scale, name)
+        self._check_finite(made.pairs, name)
         return made
 
     def _check_fit(self, fits: bool, matrix: Tensor, name: str, steps: str) -> None:

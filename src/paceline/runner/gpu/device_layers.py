@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,9 +13,12 @@ from torch import Tensor
 from paceline.models.decoder import Layer
 from paceline.models.layers import DenseLinear, Experts, FeedForward, RMSNorm
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.kernels.expert_product import ExpertWeights
+from paceline.runner.gpu.kernels.block_product import BlockWeight
+from paceline.runner.gpu.kernels.expert_product import ExpertMatrices, ExpertWeights
+from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.rope_kv_write import HeadNorm
-from paceline.runner.gpu.linears import DeviceLinear, ScaledLinear
+from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
+from paceline.runner.gpu.linears import DeviceLinear, dense_matrix, multiply_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,30 @@ class DeviceLayer:
         return [linear for linear in parts if linear is not None]
 
 
+def fold_kv_scales(
+    layers: Sequence[Layer], spec: ModelSpec, scales: Mapping[int, tuple[float, float]]
+) -> None:
+    """Make keys and values smaller by a file's scales, and queries and the output matrix larger, so that nothing but
+    their range changes. Of a scale the next power of two is taken: eight bits of floating point keep as many of a
+    number's bits with the one as with the other, and weights are not rounded again."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for index, layer in enumerate(layers):
+        attention = layer.attention
+        of_keys, of_values = (2.0 ** math.ceil(math.log2(scale)) for scale in scales.get(index, (1.0, 1.0)))
+        qkv = cast(DeviceLinear, attention.qkv)
+        factors = [(slice(queries + keys, None), 1 / of_values)]
+        if attention.head_norm is None:
+            factors += [(slice(queries), of_keys), (slice(queries, queries + keys), 1 / of_keys)]
+        else:
+            attention.head_norm.weight[: spec.num_heads] *= of_keys
+            attention.head_norm.weight[spec.num_heads :] /= of_keys
+        for columns, factor in factors:
+            multiply_columns(qkv, columns, factor)
+            if qkv.bias is not None:
+                qkv.bias[columns] *= factor
+        multiply_columns(cast(DeviceLinear, attention.output), slice(None), of_values)
+
+
 def device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceLayer:
     def norm(part: RMSNorm | None) -> Tensor | None:
         return None if part is None else part.weight.to(device)
@@ -75,28 +103,37 @@ def device_layer(layer: Layer, spec: ModelSpec, device: torch.device, dtype: tor
     )
 
 
-def _stack(linears: Sequence[DeviceLinear]) -> tuple[Tensor, Tensor | None]:
-    """Matrices as one tensor, and their scales where they have eight bits."""
-    scaled = [linear.weight for linear in linears if isinstance(linear, ScaledLinear)]
-    if not scaled:
-        return torch.stack([cast(DenseLinear, linear).weight for linear in linears]), None
-    assert len(scaled) == len(linears)
-    stacked = torch.stack(
-        [weight.q.view(torch.uint8) for weight in scaled]
-    )  # torch stacks no e4m3 everywhere
-    return stacked.view(scaled[0].q.dtype), torch.stack([weight.scale for weight in scaled])
+def stacked_matrices(linears: Sequence[DeviceLinear], dtype: torch.dtype) -> ExpertMatrices:
+    """Matrices as one; those of several kinds are unpacked."""
+    weights = [linear.weight for linear in linears]
+    if len({type(weight) for weight in weights}) > 1:
+        weights = [dense_matrix(linear, dtype) for linear in linears]
+    if isinstance(weights[0], Tensor):
+        return ExpertMatrices(q=torch.stack(cast(list[Tensor], weights)))
+    kept = [weight for weight in weights if not isinstance(weight, Tensor)]
+    kind = kept[0].q.dtype
+    # torch stacks no e4m3 everywhere.
+    q = torch.stack([each.q.view(torch.uint8) if kind.itemsize == 1 else each.q for each in kept])
+    return ExpertMatrices(q=q.view(kind), scale=torch.stack([_scales(each) for each in kept]))
+
+
+def _scales(weight: ScaledWeight | BlockWeight | PackedWeight) -> Tensor:
+    """By group, then by row."""
+    if isinstance(weight, PackedWeight):
+        return weight.pairs
+    return weight.scale if isinstance(weight, BlockWeight) else weight.scale[None]
 
 
 def _stacked(experts: Experts, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DeviceExperts:
     """All experts of a layer as one tensor of each kind; the router is built on the host in float32."""
     assert spec.experts is not None
-    gate_up, gate_up_scale = _stack([cast(DeviceLinear, expert.gate_up) for expert in experts.experts])
-    down, down_scale = _stack([cast(DeviceLinear, expert.down) for expert in experts.experts])
+    gate_up = stacked_matrices([cast(DeviceLinear, expert.gate_up) for expert in experts.experts], dtype)
+    down = stacked_matrices([cast(DeviceLinear, expert.down) for expert in experts.experts], dtype)
     router = cast(DenseLinear, experts.router).weight.to(device, dtype)
     experts.experts.clear()  # what was stacked need not be there twice
     return DeviceExperts(
         router=router,
-        weights=ExpertWeights(gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
+        weights=ExpertWeights(gate_up=gate_up, down=down),
         per_token=spec.experts.per_token,
         normalize=spec.experts.normalize,
     )

@@ -114,7 +114,7 @@ class DraftedSteps:
         drafts, sampler, rows = self._drafts, self._parts.sampler, batch.decode
         if not drafts.is_due(plan) or not len(rows):
             return None
-        if len(batch.spans) or batch.num_pad or len(self._parts.rows.sharing):
+        if len(batch.spans) or batch.num_pad or batch.has_lent or len(self._parts.rows.sharing):
             return None
         if sampler.logprobs.any_asked(batch) or sampler.is_host[rows].any():
             return None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.guide import Guide
 from paceline.core.plan import GuideWork, RowJoins
-from paceline.guide.matcher import fill_masks
+from paceline.guide.matcher import GuideBatch
 from paceline.runner.drafts import is_over_behind
 from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
 from paceline.runner.gpu.kernels.forced_tokens import CertainTokens, place_masks, propose_certain
@@ -134,7 +134,7 @@ class ForcedTokens:
             first[row] = len(along)
             along += _guides_along(guides[row], self._drafts(row, width))
         count = len(along)
-        fill_masks(along, self._masks[:count].numpy().view(np.uint32))
+        GuideBatch(along).fill_masks(self._masks[:count].numpy().view(np.uint32))
         taken_s = time.perf_counter() - started_s
         self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
         self._device_first.copy_(self._first_masks, non_blocking=True)

@@ -40,6 +40,8 @@ from paceline.runner.gpu.kernels.residual_norm import residual_norm
 from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
+    MAX_SPLIT_ROWS,
+    is_split,
     scaled_gated_tuning,
     scaled_matrix_product,
     scaled_product,
@@ -116,6 +118,7 @@ class DeviceDecoder:
             or spec.experts
             or spec.activation != "silu"
         )
+        self._reads_head_at_once = self._is_plain or bool(sizes)
         scaled = _scaled_dtype(self._layers)
         # Eight bits of a large model are read faster by matrix instructions than norms are saved.
         self._joins_norms = self._is_plain and (scaled is None or spec.hidden_size < _WIDE)
@@ -128,7 +131,9 @@ class DeviceDecoder:
         self._residual, self._normed, self._update = (room(max_tokens, width) for _ in range(3))
         self._product = room(max_tokens, heads)
         self._wide, self._narrow = room(max_tokens, 2 * inner), room(max_tokens, inner)
-        self._parts = torch.zeros(MAX_PARTS * MAX_ROWS * width, device=device)
+        few = MAX_ROWS if scaled is None else MAX_SPLIT_ROWS
+        most_rows = max([few, *(linear.most_rows for linear in grouped)])
+        self._parts = torch.zeros(MAX_PARTS * most_rows * width, device=device)
         self._chosen = room(max_logits, width)
         self._logits = room(max_logits, spec.vocab_size)
         self._raw_logits = room(max_kept, spec.vocab_size)
@@ -225,7 +230,7 @@ class DeviceDecoder:
             torch.index_select(hidden, 0, which, out=chosen)
             hidden = chosen
         out = self._logits[: len(hidden)]
-        if len(hidden) == 1 and self._is_plain:
+        if len(hidden) == 1 and self._reads_head_at_once:
             row_product(out[0], hidden[0], self._head.weight)
             return out
         return self._times(hidden, self._head, self._logits)
@@ -305,7 +310,7 @@ class DeviceDecoder:
         assert isinstance(x, Tensor)
         tuning: ProductTuning | None = None
         if isinstance(linear, GroupedLinear):
-            if len(x) <= MAX_ROWS:
+            if len(x) <= linear.most_rows:
                 out, cut = into[: len(x)], linear.tuning(len(x), linear.weight.shape[0])
                 linear.product(out, x, tuning=cut, overlapped=overlapped)
                 return out if linear.bias is None else out.add_(linear.bias)
@@ -342,7 +347,7 @@ class DeviceDecoder:
         (`is_bare`), the product adds itself and nothing is left to add: the norm then moves half as much."""
         if isinstance(linear, ScaledLinear):
             x = self._quantized(x, overlapped)
-            if is_bare and len(x) <= MAX_ROWS:
+            if is_bare and is_split(len(x), linear.weight.q.shape[0]):
                 tuning = scaled_tuning(len(x), *linear.weight.q.shape, narrow=True)
                 parts = self._parts_for(tuning, x, linear.weight.q.shape[0])
                 scaled_product(parts, x, linear.weight, tuning=tuning, overlapped=overlapped)
@@ -350,7 +355,7 @@ class DeviceDecoder:
             return self._scaled_times(x, linear, self._update, overlapped)
         assert isinstance(x, Tensor)
         if isinstance(linear, GroupedLinear):
-            if is_bare and len(x) <= MAX_ROWS:
+            if is_bare and len(x) <= linear.most_rows:
                 tuning = linear.tuning(len(x), linear.weight.shape[0], narrow=True)
                 parts = self._parts_for(tuning, x, linear.weight.shape[0])
                 linear.product(parts, x, tuning=tuning, overlapped=overlapped)
@@ -428,8 +433,8 @@ class DeviceDecoder:
         narrow = self._narrow[: len(normed)]
         shape = (len(normed), narrow.shape[1], normed.shape[1])
         if isinstance(gate_up, GroupedLinear):
-            if gate_up.bias is None and len(normed) <= MAX_ROWS and self._activation == "silu":
-                cut = gate_up.tuning(*shape[:2])
+            if gate_up.bias is None and len(normed) <= gate_up.most_rows and self._activation == "silu":
+                cut = gate_up.tuning(*shape[:2], gated=True)
                 gate_up.product(narrow, normed, tuning=cut, gated=True, overlapped=overlapped)
                 return narrow
             gate_up = self._unpacked(gate_up)

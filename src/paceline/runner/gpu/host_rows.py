@@ -40,6 +40,7 @@ class DeviceBatch:
     finishing: I64  # numbers of the spans that end with a token drawn
     generation: I32  # of all rows, decoding ones first
     num_pad: int
+    has_lent: bool = False  # rows that decode in this step alone: there are no places for drafts of theirs
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +57,7 @@ class HostRows:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.memory = RowMemory(config, device)
+        self.lends = True  # whether rows with a single token to compute may decode
         # Layers that see a window have no beginning that stays.
         self.can_share = len(config.kv.groups) == 1 and config.kv.groups[0].window is None
         num_rows = self.memory.num_rows + 1  # the dummy is the last
@@ -68,12 +70,14 @@ class HostRows:
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.decode: I64 = np.zeros(0, np.int64)
+        self._lent: I64 = np.zeros(0, np.int64)  # rows that decode in the last step alone
         self.sharing: list[SharingRows] = []  # decoding rows that share a beginning; the first slots
 
     def clear(self) -> None:
         """All rows are empty, and none decodes on the device."""
         self.memory.forget_changes()
         self.decoding[:] = False
+        self._lent = self._lent[:0]
         self._renew_slots()
 
     def apply(self, plan: StepPlan) -> None:
@@ -93,17 +97,32 @@ class HostRows:
             if len(columns.row):
                 self._set_blocks(columns.row, columns.group, columns.index, blocks)
         others = len(plan.leaves) or len(joins.row) or len(change.added) or len(change.removed)
-        if others or len(plan.drops.row):  # a row that drops blocks has them in common with no other
+        lent = self._only_decoding(plan)
+        if others or len(plan.drops.row) or len(self._lent) or len(lent):
+            self.decoding[self._lent] = False
             self.decoding[plan.leaves] = False
             self.decoding[joins.row] = False
             self.decoding[change.removed] = False
             self.decoding[change.added] = True
-            self._renew_slots()  # of rows whose blocks are known
+            self.decoding[lent] = True
+            self._lent = lent
+            self._renew_slots()  # of rows whose blocks are known; one that drops some has them in common with no other
+
+    def _only_decoding(self, plan: StepPlan) -> I64:
+        """Rows with a span, if all of these are one token each, behind which one is drawn: as of a branch that shares
+        all but what was put behind it. They decode for this step, which then needs no other kernels than any."""
+        spans = plan.spans.row.astype(np.int64)
+        is_last = self.computed[spans] + 1 == self.num_tokens[spans]
+        is_plain = (plan.spans.num_scheduled == 1) & is_last & (self.prompt_logprobs[spans] < -1)
+        return spans if self.lends and not plan.pad_tokens and is_plain.all() else spans[:0]
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
         """The rows of the step of a plan that has been applied; counters are those after it."""
         spans = plan.spans.row.astype(np.int64)
         count = plan.spans.num_scheduled.astype(np.int64)
+        if len(self._lent):
+            self.computed[spans] += count
+            spans, count = spans[:0], count[:0]
         start = self.computed[spans]
         self.computed[spans] += count
         finishing = np.flatnonzero(self.computed[spans] == self.num_tokens[spans])
@@ -118,6 +137,7 @@ class HostRows:
             finishing=finishing,
             generation=self.generation[rows],
             num_pad=plan.pad_tokens,
+            has_lent=bool(len(self._lent)),
         )
 
     def dummy_batch(

@@ -7,6 +7,7 @@ read, so nothing is wiped.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -135,6 +136,9 @@ def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
 # way, not to be held up for long.
 STAGED_BYTES = 16 << 20
 FIRST_PLACES = 256  # pinned before an engine serves, and copied to see how long that takes
+# Blocks whose copies are given to the driver at a time. It takes a thousand launches; with the next one the step that
+# is being submitted would wait until one of them is done.
+MOST_QUEUED = 256
 
 
 class Lane:
@@ -148,20 +152,67 @@ class Lane:
             )
             for group in blocks
         ]
-        self.under_way: deque[tuple[NDArray[np.int32], Mark]] = deque()
+        self.waiting: deque[Swaps] = deque()  # a ticket each, for those under way to be done
+        self.under_way: deque[tuple[Swaps, Mark]] = deque()
+        self._num_queued = 0  # blocks of those under way
 
-    def completed(self, *, wait: bool) -> list[NDArray[np.int32]]:
-        """Tickets of the copies that are done, in their order; with `wait` at least those of one."""
-        done: list[NDArray[np.int32]] = []
+    @property
+    def num_open(self) -> int:
+        """Tickets that are waiting or under way."""
+        return len(self.waiting) + len(self.under_way)
+
+    def next(self) -> Swaps | None:
+        """The ticket whose copies are queued next, if they may be by now."""
+        if not self.waiting or (
+            self.under_way and self._num_queued + len(self.waiting[0].block) > MOST_QUEUED
+        ):
+            return None
+        return self.waiting.popleft()
+
+    def queued(self, swaps: Swaps) -> None:
+        self.under_way.append((swaps, self.queue.mark()))
+        self._num_queued += len(swaps.block)
+
+    def completed(self, *, wait: bool) -> list[int]:
+        """Tickets of the copies that are done, in their order; with `wait` at least one."""
+        done: list[int] = []
         while self.under_way:
-            tickets, mark = self.under_way[0]
+            swaps, mark = self.under_way[0]
             if wait and not done:
                 mark.wait()
             elif not mark.is_reached():
                 break
-            done.append(tickets)
+            done.append(int(swaps.ticket[0]))
+            self._num_queued -= len(swaps.block)
             self.under_way.popleft()
         return done
+
+    def forget(self) -> None:
+        self.waiting.clear()
+        self.under_way.clear()
+        self._num_queued = 0
+
+
+class BlockParts:
+    """A pool as a table whose rows are the parts of blocks: the keys or values of one layer.
+
+    torch makes of a copy to blocks, whose parts lie apart, one for each two gigabytes that it spans; of rows it is one.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        """`blocks`: [blocks, parts of a block, words ...], the words of a part behind one another."""
+        self.words = math.prod(blocks.shape[2:])
+        (self._block, block_gap), (part, part_gap) = (
+            divmod(step, self.words) for step in blocks.stride()[:2]
+        )
+        assert not block_gap and not part_gap, "parts lie apart by whole parts"
+        rows = (blocks.shape[0] - 1) * self._block + (blocks.shape[1] - 1) * part + 1
+        self.flat = blocks.as_strided((rows, self.words), (self.words, 1))
+        self._parts = torch.arange(blocks.shape[1], device=blocks.device) * part
+
+    def rows(self, blocks: Sequence[int]) -> Tensor:
+        """The rows of each of `blocks`: [blocks, parts]."""
+        return on_device(blocks, self.flat)[:, None] * self._block + self._parts
 
 
 class SwapPool:
@@ -171,24 +222,28 @@ class SwapPool:
         """`blocks`: per group [blocks, parts of a block ...]. Nothing is taken where there are no places."""
         self._steps = steps
         self._blocks = list(blocks) if num_places else []
+        self._parts = [BlockParts(group) for group in self._blocks]
         self.places = HostPlaces(self._blocks, num_places, pin=steps.is_gpu)
         self.places.pin(FIRST_PLACES)
         self._out, self._back = (Lane(self._blocks, num_places, steps) for _ in range(2))
         self._failed: list[NDArray[np.int32]] = []
 
     def swap(self, out: Swaps, back: Swaps) -> None:
-        """Queue the swaps of a plan. Those whose places are not pinned yet fail."""
+        """Take in the swaps of a plan, and queue those whose turn it is. Where places are not pinned yet, they fail."""
         if len(out.ticket):
-            out = self._pinned(out)
-        for swaps, lane, move in ((out, self._out, self._move_out), (back, self._back, self._move_back)):
-            if not len(swaps.ticket):
+            self._out.waiting += _tickets(self._pinned(out))
+        if len(back.ticket):
+            self._back.waiting += _tickets(back)
+        for lane, move in ((self._out, self._move_out), (self._back, self._move_back)):
+            if not lane.waiting:
                 continue
             lane.queue.follow(self._steps)
             with lane.queue.entered():
-                for group in np.unique(swaps.group).tolist():
-                    mine = swaps.group == group
-                    move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
-            lane.under_way.append((np.unique(swaps.ticket), lane.queue.mark()))
+                while (swaps := lane.next()) is not None:
+                    for group in np.unique(swaps.group).tolist():
+                        mine = swaps.group == group
+                        move(group, swaps.block[mine].tolist(), swaps.place[mine].tolist())
+                    lane.queued(swaps)
 
     def _pinned(self, out: Swaps) -> Swaps:
         """Those of the swaps of whose tickets all places are pinned."""
@@ -196,17 +251,14 @@ class SwapPool:
         if not len(late):
             return out
         self._failed.append(late)
-        kept = ~np.isin(out.ticket, late)
-        return Swaps(
-            ticket=out.ticket[kept], group=out.group[kept], block=out.block[kept], place=out.place[kept]
-        )
+        return _of(out, ~np.isin(out.ticket, late))
 
     def completed(self, *, wait: bool) -> NDArray[np.int32]:
         """Tickets of the swaps that are done; with `wait` at least one of them, if any is under way: one that comes
         back, for which a row waits, before one that goes."""
         done = self._back.completed(wait=wait)
         done += self._out.completed(wait=wait and not done)
-        return np.concatenate(done) if done else EMPTY
+        return np.array(done, np.int32) if done else EMPTY
 
     def take_failed(self) -> NDArray[np.int32]:
         """Tickets of the swaps that will not be done, once."""
@@ -216,7 +268,7 @@ class SwapPool:
     def forget(self) -> None:
         """The device has been drained; swaps that were under way are dropped."""
         for lane in (self._out, self._back):
-            lane.under_way.clear()
+            lane.forget()
         self._failed.clear()
 
     def copy_out_and_back(self, count: int) -> None:
@@ -232,20 +284,20 @@ class SwapPool:
         self._back.queue.mark().wait()
 
     def _move_out(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._out.staged[group], self.places.tensors[group]
-        for start, taken in _pieces(on_device(blocks, staged), len(staged)):
+        staged, host, parts = self._out.staged[group], self.places.tensors[group], self._parts[group]
+        for start, taken in _pieces(parts.rows(blocks), len(staged)):
             part = staged[: len(taken)]
-            torch.index_select(self._blocks[group], 0, taken, out=part)
+            torch.index_select(parts.flat, 0, taken.view(-1), out=part.view(-1, parts.words))
             for first, place, count in self._runs(places[start : start + len(staged)]):
                 host[place : place + count].copy_(part[first : first + count], non_blocking=True)
 
     def _move_back(self, group: int, blocks: list[int], places: list[int]) -> None:
-        staged, host = self._back.staged[group], self.places.tensors[group]
-        for start, given in _pieces(on_device(blocks, staged), len(staged)):
+        staged, host, parts = self._back.staged[group], self.places.tensors[group], self._parts[group]
+        for start, given in _pieces(parts.rows(blocks), len(staged)):
             part = staged[: len(given)]
             for first, place, count in self._runs(places[start : start + len(staged)]):
                 part[first : first + count].copy_(host[place : place + count], non_blocking=True)
-            self._blocks[group].index_copy_(0, given, part)
+            parts.flat.index_copy_(0, given.view(-1), part.view(-1, parts.words))
 
     def _runs(self, places: list[int]) -> list[tuple[int, int, int]]:
         """Places that lie behind one another and were pinned together, as (index of the first, its place, how many):
@@ -260,8 +312,20 @@ class SwapPool:
         return found
 
 
+def _tickets(swaps: Swaps) -> list[Swaps]:
+    """Those of each ticket."""
+    tickets = np.unique(swaps.ticket)
+    return [swaps] if len(tickets) == 1 else [_of(swaps, swaps.ticket == ticket) for ticket in tickets]
+
+
+def _of(swaps: Swaps, mine: NDArray[np.bool_]) -> Swaps:
+    return Swaps(
+        ticket=swaps.ticket[mine], group=swaps.group[mine], block=swaps.block[mine], place=swaps.place[mine]
+    )
+
+
 def _pieces(numbers: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Parts of at most `length` numbers, each with the index of its first."""
+    """At most `length` entries each, with the index of the first."""
     for start in range(0, len(numbers), length):
         yield start, numbers[start : start + length]
 

@@ -18,17 +18,17 @@ from paceline.runner.gpu.kernels.block_product import (
     unpack_blocks,
 )
 from paceline.runner.gpu.kernels.packed_product import (
+    MAX_PACKED_ROWS,
     PackedWeight,
     group_numbers,
-    half_block,
-    pack_halves,
     packed_product,
     packed_tuning,
+    packed_weight,
     unpack,
 )
 from paceline.runner.gpu.kernels.scaled_product import INNER_STEP, ScaledWeight
 from paceline.runner.gpu.kernels.scaled_rows import EIGHT_BITS
-from paceline.runner.gpu.kernels.skinny_product import ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
 
 GROUPS = (128, 64, 32)  # inputs that share a scale, of four bits
 _ROWS_AT_ONCE = 4096  # float32 of a whole matrix would take four times what is kept of it
@@ -44,8 +44,7 @@ class ScaledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product with inputs as they are."""
-        dense = self.weight.q.float() * self.weight.scale[:, None]
-        return F.linear(x, dense.to(x.dtype), self.bias)
+        return F.linear(x, dense_matrix(self, x.dtype), self.bias)
 
 
 class GroupedLinear:
@@ -56,16 +55,19 @@ class GroupedLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        dense = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
-        self.unpack(dense)
-        return F.linear(x, dense, self.bias)
+        return F.linear(x, dense_matrix(self, x.dtype), self.bias)
 
-    def tuning(self, rows: int, columns: int, *, narrow: bool = False) -> ProductTuning:
+    @property
+    def most_rows(self) -> int:
+        """Of a product; more are multiplied with the matrix unpacked."""
+        return MAX_ROWS if isinstance(self.weight, BlockWeight) else MAX_PACKED_ROWS
+
+    def tuning(self, rows: int, columns: int, *, narrow: bool = False, gated: bool = False) -> ProductTuning:
         """How a product of few rows is cut; `columns` of its result."""
         inner = self.weight.shape[1]
         if isinstance(self.weight, BlockWeight):
             return block_tuning(rows, columns, inner, self.weight.group, narrow=narrow)
-        return packed_tuning(rows, columns, inner, narrow=narrow)
+        return packed_tuning(rows, columns, inner, narrow=narrow, gated=gated)
 
     def product(
         self, out: Tensor, x: Tensor, *, tuning: ProductTuning, gated: bool = False, overlapped: bool = False
@@ -86,6 +88,32 @@ class GroupedLinear:
 DeviceLinear = DenseLinear | ScaledLinear | GroupedLinear
 
 
+def dense_matrix(linear: DeviceLinear, dtype: torch.dtype) -> Tensor:
+    """A matrix with a number for each of its entries."""
+    if isinstance(linear, GroupedLinear):
+        weight = linear.weight
+        dense = torch.empty(weight.shape, dtype=dtype, device=weight.q.device)
+        linear.unpack(dense)
+        return dense
+    if isinstance(linear, ScaledLinear):
+        return (linear.weight.q.float() * linear.weight.scale[:, None]).to(dtype)
+    return linear.weight
+
+
+def multiply_columns(linear: DeviceLinear, columns: slice, factor: float) -> None:
+    """Make these columns of what a matrix gives, without its bias, `factor` times as large: a power of two, so that no
+    number is rounded."""
+    weight = linear.weight
+    if isinstance(weight, PackedWeight):
+        weight.pairs[:, columns] *= factor
+    elif isinstance(weight, BlockWeight):
+        weight.scale[:, columns] *= factor
+    elif isinstance(weight, ScaledWeight):
+        weight.scale[columns] *= factor
+    else:
+        weight[columns] *= factor
+
+
 def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
     """A matrix of 16 or 32 bits as eight bits: the largest of each row becomes the largest they hold."""
     most = EIGHT_BITS[dtype]
@@ -102,27 +130,23 @@ def quantized(matrix: Tensor, dtype: torch.dtype) -> ScaledWeight:
 
 def packed(matrix: Tensor, dtype: torch.dtype) -> PackedWeight:
     """A matrix of 16 or 32 bits as four bits in the largest groups that divide it."""
-    group = next(group for group in GROUPS if matrix.shape[1] % (2 * half_block(group)) == 0)
-    found = [
-        group_numbers(matrix[first : first + _ROWS_AT_ONCE].float(), group, dtype)
-        for first in range(0, len(matrix), _ROWS_AT_ONCE)
-    ]
-    numbers, scale, offset = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return PackedWeight(pack_halves(numbers, group), scale.T.contiguous(), offset.T.contiguous())
+    group = next(group for group in GROUPS if matrix.shape[1] % group == 0)
+    found = []
+    for first in range(0, len(matrix), _ROWS_AT_ONCE):
+        rows = matrix[first : first + _ROWS_AT_ONCE].float()
+        found.append(packed_weight(*group_numbers(rows, group, dtype)))
+    return PackedWeight(torch.cat([each.q for each in found]), torch.cat([each.pairs for each in found], 1))
 
 
 def packed_of(numbers: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype) -> PackedWeight | None:
     """Numbers [columns, inner] with scales and offsets [columns, groups]; None for groups that kernels do not take."""
     group = numbers.shape[1] // scale.shape[1]
-    # Half a block lies in one group: larger groups are cut.
-    inner = numbers.shape[1]
-    size = next((size for size in GROUPS if group % size == 0 and inner % (2 * half_block(size)) == 0), 0)
-    if not size or numbers.shape[0] % 16:
+    # A block has whole groups: larger ones are cut.
+    size = next((size for size in GROUPS if group % size == 0), 0)
+    if not size or not fits_four_bits(*numbers.shape):
         return None
-    scale, offset = (
-        part.repeat_interleave(group // size, dim=1).to(dtype).T.contiguous() for part in (scale, offset)
-    )
-    return PackedWeight(pack_halves(numbers, size), scale, offset)
+    scale, offset = (part.repeat_interleave(group // size, dim=1).to(dtype) for part in (scale, offset))
+    return packed_weight(numbers, scale, offset)
 
 
 def fits_four_bits(columns: int, inner: int) -> bool:

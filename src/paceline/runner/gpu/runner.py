@@ -131,6 +131,7 @@ class GPURunner:
             if head is not None:
                 site = HeadSite(self._decoder, self._pools, rows, max_tokens)
                 self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
+                self._rows.lends = False  # it has to see the tokens before
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
             self._drafts = DeviceDrafts(drafts, rows, device=device, head=self._head, **sizes)
         self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device)

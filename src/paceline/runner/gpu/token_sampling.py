@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from paceline.core.guide import Guide, Mask
 from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.guide.matcher import fill_masks
+from paceline.guide.matcher import GuideBatch
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.gumbel_sampling import (
@@ -59,6 +60,17 @@ PLACES = 64  # rows with rules at a time; further ones are the host's
 _MANY = 64  # rows from which candidates are looked for in large tiles
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _MaskedRows:
+    """The guides of rows that are drawn in a step, and in those behind it as long as both stay the same."""
+
+    rows: I64
+    guides: Mapping[int, Guide]
+    batch: GuideBatch  # of rows that the device draws
+    count: int
+    of_hosts: Mapping[int, Guide]  # by place among the rows that the host draws
+
+
 class DeviceSampler:
     """Columns, pools and buffers of sampling."""
 
@@ -81,6 +93,7 @@ class DeviceSampler:
         self._guided: set[int] = set()  # the same rows
         self.guided: GuideWork | None = None  # of the last step with guides
         self.masked = Mark(None)  # behind the masks of that step
+        self._masked: _MaskedRows | None = None
         self.logprobs = LogprobReports(memory, vocab_size, device)
         words = (vocab_size + 31) // 32
         # Filled for a step when the step before is done, and so is its copy to the device, and what read that there.
@@ -267,27 +280,39 @@ class DeviceSampler:
     def load_masks(self, rows: I64, guides: Mapping[int, Guide]) -> dict[int, Mask | None]:
         """Ask the guides of the rows that are drawn, and send what they allow to the device, but for the host's rows;
         returns the masks of those, by place among them."""
-        is_guided, is_host = self.is_guided[rows], self.is_host[rows]
-        places = np.flatnonzero(is_guided & ~is_host)
-        count, started_s = len(places), time.perf_counter()
-        if count:
-            masks = self._masks[:count].numpy().view(np.uint32)
-            fill_masks([guides[row] for row in rows[places].tolist()], masks)
-        hosts = rows[is_host].tolist() if is_host.any() else []
-        of_hosts = {place: guides[row].mask() for place, row in enumerate(hosts) if self.is_guided[row]}
-        self.guided = GuideWork(count + len(of_hosts), time.perf_counter() - started_s)
-        if count:
+        masked = self._masked
+        if masked is None or masked.guides is not guides or not np.array_equal(masked.rows, rows):
+            masked = self._masked = self._masking(rows, guides)
+        started_s = time.perf_counter()
+        masks = self._masks[: masked.count]
+        masked.batch.fill_masks(masks.numpy().view(np.uint32))
+        of_hosts = {place: guide.mask() for place, guide in masked.of_hosts.items()}
+        self.guided = GuideWork(masked.count + len(of_hosts), time.perf_counter() - started_s)
+        if masked.count:
             with self._copies.entered():  # beside the forward pass
-                self._device_masks[:count].copy_(self._masks[:count], non_blocking=True)
+                self._device_masks[: masked.count].copy_(masks, non_blocking=True)
             self._queue.follow(self._copies)
         self.masked = Mark.timed(self._device)
+        return of_hosts
+
+    def _masking(self, rows: I64, guides: Mapping[int, Guide]) -> _MaskedRows:
+        """The guides of rows that are drawn; where their masks lie goes to the device."""
+        is_guided, is_host = self.is_guided[rows], self.is_host[rows]
+        places = np.flatnonzero(is_guided & ~is_host)
         mask_of = np.full(len(self._mask_of), -1, np.int32)
-        mask_of[places] = np.arange(count)
+        mask_of[places] = np.arange(len(places))
         known = self._mask_of.numpy()
         if not np.array_equal(known, mask_of):
             known[:] = mask_of
             self._device_mask_of.copy_(self._mask_of, non_blocking=True)
-        return of_hosts
+        hosts = rows[is_host].tolist()
+        return _MaskedRows(
+            rows=rows,
+            guides=guides,
+            batch=GuideBatch([guides[row] for row in rows[places].tolist()]),
+            count=len(places),
+            of_hosts={place: guides[row] for place, row in enumerate(hosts) if self.is_guided[row]},
+        )
 
     def hide(self, logits: Tensor) -> None:
         """Hide what the guides of rows do not allow, as the masks that were loaded last say."""

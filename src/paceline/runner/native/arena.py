@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.open import MADE_UP
-from paceline.models.files.records import INT4, INT8, Record, record_of
+from paceline.models.files.records import INT4, INT8, Record, record_of, record_of_gguf
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.spec import ModelSpec
 from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, GROUP, Q4, Q8, panel_bytes
@@ -133,7 +133,7 @@ def _four_bits(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halves, Halves
     """Words [outputs, groups, 4] of nibbles, inputs i and 16 + i in a byte; scales and offsets [outputs, groups]."""
     rows = tensor.shape[0]
     if tensor.dtype == "Q4_K":
-        return _four_bits_of_k(tensor)
+        return _four_bits_of_record(record_of_gguf(tensor), tensor.name)
     if tensor.dtype == INT4:
         return _four_bits_of_record(record_of(tensor), tensor.name)
     if tensor.dtype not in _FOUR_BITS:
@@ -155,23 +155,6 @@ def _four_bits_of_floats(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halv
     wide, start = scale.astype(np.float32)[:, :, None], offset.astype(np.float32)[:, :, None]
     q = np.divide(grouped - start, wide, out=np.zeros_like(grouped), where=wide > 0)
     nibbles = np.rint(q).clip(0, 15).astype(np.uint8)
-    return np.ascontiguousarray(nibbles[..., :16] | nibbles[..., 16:] << 4).view(np.uint32), scale, offset
-
-
-def _four_bits_of_k(tensor: StoredTensor) -> tuple[NDArray[np.uint32], Halves, Halves]:
-    """Blocks of 256: two halves, eight scales and eight minima of six bits, then nibbles of groups two by two."""
-    rows = tensor.shape[0]
-    blocks = tensor.raw.reshape(rows, -1, 144)
-    d, low = (_halves(blocks[:, :, at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
-    packed = blocks[:, :, 4:16]
-    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
-    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
-    with np.errstate(over="ignore"):
-        scale = (d * scales).astype(np.float16).reshape(rows, -1)
-        offset = (-low * minima).astype(np.float16).reshape(rows, -1)
-    pairs = blocks[:, :, 16:].reshape(rows, -1, 4, 32)
-    nibbles = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(rows, -1, GROUP)
     return np.ascontiguousarray(nibbles[..., :16] | nibbles[..., 16:] << 4).view(np.uint32), scale, offset
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import parse_qs
 
+from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import UnknownModel, UnknownRequestId
@@ -22,10 +23,10 @@ def serves(service: Service, name: object) -> bool:
     return name in service.model.names or name in service.client.adapters
 
 
-def service_named(services: Sequence[Service], name: object) -> Service:
-    """Raises UnknownModel."""
+def service_named(services: Sequence[Service], name: object, caller: Caller) -> Service:
+    """Raises UnknownModel, also for an adapter that the caller may not name: it hears of none."""
     for service in services:
-        if serves(service, name):
+        if name in service.model.names or (serves(service, name) and caller.may_name(str(name))):
             return service
     known = ", ".join(known for service in services for known in service.model.names)
     raise UnknownModel(f"the model {name!r:.128} is not loaded; there is {known}", param="model")
@@ -37,7 +38,7 @@ def service_of(services: Sequence[Service], call: Call) -> int:
     if not isinstance(name, str):  # what is no name at all, its route refuses
         (name,) = parse_qs(call.query).get("model", [None])[:1]
     if name is not None:
-        return services.index(service_named(services, name))
+        return services.index(service_named(services, name, call.caller))
     if call.route.startswith(REQUESTS):
         for place, service in enumerate(services):
             try:

@@ -16,7 +16,7 @@ from paceline.errors import InvalidAdapter, InvalidRequest
 from paceline.models.files.adapter import folder_below
 from paceline.models.files.sampling_defaults import described_sampling
 from paceline.process.client import EngineUnavailable
-from paceline.server.api.by_model import service_named
+from paceline.server.api.by_model import serves, service_named
 from paceline.server.api.fields import (
     FLAG,
     Field,
@@ -51,7 +51,7 @@ def model_routes(services: Sequence[Service]) -> list[Route]:
         return Answer(body=msgspec.json.encode({"object": "list", "data": cards, **page}))
 
     async def show(call: Call) -> Answer:
-        service = service_named(services, call.path["id"])
+        service = service_named(services, call.path["id"], call.caller)
         name = checked_model(call.path["id"], service.facts)
         check_caller(call.caller, name, service.facts)
         return Answer(body=msgspec.json.encode(_card(name, service)))
@@ -94,7 +94,7 @@ LOOK_S = 0.02
 
 def sleep_routes(services: Sequence[Service]) -> list[Route]:
     def service_of(call: Call) -> Service:
-        return service_named(services, call.path["id"]) if "id" in call.path else services[0]
+        return service_named(services, call.path["id"], call.caller) if "id" in call.path else services[0]
 
     async def sleep(call: Call) -> Answer:
         service = service_of(call)
@@ -161,17 +161,22 @@ UNLOAD_FIELDS = FieldTable(
 )
 
 
-def adapter_routes(service: Service) -> list[Route]:
-    def folder_of_adapters() -> Path:
+def adapter_routes(services: Sequence[Service]) -> list[Route]:
+    """An adapter is loaded for the first model, or for that of `?model=NAME`; its name is enough to unload it."""
+
+    def folder_of_adapters(service: Service) -> Path:
         if service.settings.lora_dir is None:
             raise UnsupportedRoute("this server loads no adapters; start it with --lora-dir FOLDER")
         return Path(service.settings.lora_dir)
 
     async def load(call: Call) -> Answer:
-        root = folder_of_adapters()
+        model = read_query(call.query, ("model",)).get("model")
+        service = services[0] if model is None else service_named(services, model, call.caller)
+        root = folder_of_adapters(service)
         given = LOAD_FIELDS.read(call.body, strict=True).fields
         name, path = given["lora_name"], given["lora_path"]
-        if not name.strip() or name in service.model.names:
+        others = [each for each in services if each is not service]
+        if not name.strip() or name in service.model.names or any(serves(each, name) for each in others):
             raise InvalidAdapter(f"an adapter cannot have the name {name!r:.128}", param="lora_name")
         if name in service.client.adapters and not given.get("load_inplace"):
             raise InvalidAdapter(
@@ -182,8 +187,10 @@ def adapter_routes(service: Service) -> list[Route]:
         return Answer(body=msgspec.json.encode(_card(name, service)))
 
     async def unload(call: Call) -> Answer:
-        folder_of_adapters()
         name = UNLOAD_FIELDS.read(call.body, strict=True).fields["lora_name"]
+        having = (each for each in services if name in each.client.adapters)
+        service = next(having, services[0])
+        folder_of_adapters(service)
         service.client.unload_adapter(name)
         return Answer(body=msgspec.json.encode({"id": name, "object": "model", "deleted": True}))
 

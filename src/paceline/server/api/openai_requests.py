@@ -272,11 +272,6 @@ def read_search(given: Mapping[str, Any]) -> Search | None:
         if is_beam or width is not None:
             raise InvalidRequest("give search, or best_of and use_beam_search, not both", param="search")
         options = {name: value for name, value in asked.items() if name != "type"}
-        if "pattern" in options:  # matching may take for ever
-            raise InvalidRequest(
-                "search: a pattern is for programs that run the model; over HTTP use pointer or after",
-                param="search",
-            )
         return make_search(str(asked.get("type", "")), options)
     if width is not None and width < count:
         raise InvalidRequest(f"best_of ({width}) must be at least n ({count})", param="best_of")

@@ -53,6 +53,7 @@ def routes(
     return [
         *sleep_routes(services),
         *model_routes(services),
+        *adapter_routes(services),
         *routes_by_model(services, _routes_of_model),
         *(disabled_routes() if batches is None else batches),
         *missing_routes(),
@@ -64,7 +65,6 @@ def _routes_of_model(service: Service) -> list[Route]:
     (chat,) = (route.handler for route in answering if route.path == CHAT)
     return [
         *answering,
-        *adapter_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
         *responses_routes(service),

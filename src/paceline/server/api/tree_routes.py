@@ -1,7 +1,7 @@
 """/v1/requests/{id}/fork, /extend, /prune and /tree: live trees over HTTP.
 
-Each takes a branch too, as in /v1/requests/{id}/3/fork. A fork is answered in the format of its parent, which must be
-an answer of /v1/chat/completions or /v1/completions.
+Each takes a branch too, as in /v1/requests/{id}/3/fork. A fork is answered in the format of its parent; branches of
+/v1/responses and /v1/messages in that of /v1/chat/completions, because theirs have one answer only.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def tree_routes(service: Service) -> list[Route]:
     async def fork(call: Call) -> Answer | Events:
         asked = _asked(table.read(call.body, strict=True))
         live = service.live.find(chosen(service, call))
-        if live.route not in (CHAT, COMPLETIONS):
-            raise InvalidRequest(f"only answers of {CHAT} and {COMPLETIONS} can be forked over HTTP")
-        return await _ForkRoute(service, live.route, asked, live, call).answer(call)
+        url = COMPLETIONS if live.route == COMPLETIONS else CHAT
+        return await _ForkRoute(service, url, asked, live, call).answer(call)
 
     async def extend(call: Call) -> Answer:
         service.check_loaded()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from paceline.core.lock_file import take_lock
 from paceline.errors import ConfigError, PacelineError
 from paceline.server.batches.database import Database, WrongVersion
 from paceline.server.batches.records import LineResult, StoredFile
@@ -80,22 +80,15 @@ class Folder:
         try:
             for folder in (path, self.files, self.incoming):
                 folder.mkdir(OWNER_FOLDER, exist_ok=True)
-            self._lock = os.open(
-                path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY
-            )
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:  # it holds what people ask
+                raise ConfigError(f"--batch-dir {path} can be read by others; run: chmod 700 {path}")
+            lock = take_lock(path / "lock")
         except OSError as error:
             hint = "name a folder this server may write to, inside one that exists"
             raise ConfigError(f"--batch-dir {path} cannot be used: {error.strerror}; {hint}") from error
-        try:
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:  # it holds what people ask
-                raise ConfigError(f"--batch-dir {path} can be read by others; run: chmod 700 {path}")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ConfigError:
-            os.close(self._lock)
-            raise
-        except OSError as error:
-            os.close(self._lock)
-            raise ConfigError(f"--batch-dir {path} is used by another server; name another folder") from error
+        if lock is None:
+            raise ConfigError(f"--batch-dir {path} is used by another server; name another folder")
+        self._lock = lock
 
     @property
     def database(self) -> Path:

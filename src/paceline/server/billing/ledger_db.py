@@ -9,7 +9,6 @@ that.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import struct
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from paceline.core.lock_file import take_lock
 from paceline.errors import InputError
 
 # Which entries' last frames were handed to the network: a file of numbers, each written right before its frame.
@@ -297,17 +297,11 @@ def _speaking(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the lock for as long as it is open, whatever ends the process."""
     with _speaking(path):
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise BadLedger(
-            f"the ledger {path} is in use by another server; stop that one or name another file"
-        ) from error
-    return descriptor
+        lock = take_lock(Path(f"{path}.lock"))
+    if lock is None:
+        raise BadLedger(f"the ledger {path} is in use by another server; stop that one or name another file")
+    return lock
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -23,7 +23,7 @@ from paceline.llm.branch_text import PRUNED, BranchText
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.llm.search import Search, SearchResult
-from paceline.llm.tree import AsyncTree, Told
+from paceline.llm.tree import AsyncTree, FindPattern, Told
 from paceline.process.client import BranchUpdate, EngineClient, EngineStream
 from paceline.server.billing.charge import receipt
 from paceline.server.errors import DeadlineExceeded, GenerationFailed
@@ -66,10 +66,12 @@ class TreeOverClient:
         search: Search,
         record: RequestRecord,
         observer: Observer,
+        find_pattern: FindPattern,
     ) -> None:
         asked = replace(search.sampling(prepared.sampling), on_stop="hold", hold_s=MAX_HOLD_S)
         self.sampling = asked
         self.tokenizer: Tokenizer | None = tokenizer
+        self.find_pattern: FindPattern | None = find_pattern  # which no client can keep busy
         self._client, self._reader, self._prepared = client, reader, prepared
         self._search, self._record, self._observer = search, record, observer
         self._branches: list[_Branch] = []

@@ -289,6 +289,7 @@ class Service:
                 body.search,
                 record,
                 self.observer,
+                self._door.find,
             )
             timeout_s, tenant = self._timeout_s(call), self._tenant(call, body)
             async with tree.opened(tenant, level, timeout_s, body.tree, adapter.number):

@@ -3,7 +3,8 @@
 A message holds what happened since the one before and the whole state of now, so that a reader can begin anew from any
 of them; a reader that is too slow loses whole messages, which it sees by their numbers. While there is no reader the
 engine is looked at rarely, and not at all while it rests: that keeps the last minute for a page that is opened late.
-What is in a message comes from `process.live_view`; latencies and the names of requests come from this process.
+What is in a message comes from `process.live_view`; latencies, the names of requests and how models share the device
+come from this process.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +25,7 @@ from paceline.process.client import EngineClient, EngineState, EngineStats, Engi
 from paceline.server.api.fields import choice_of, read_query
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
-from paceline.server.errors import openai_error_frame
+from paceline.server.errors import UnknownModel, openai_error_frame
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.logs import log
 from paceline.server.metrics.requests import RequestMetrics
@@ -40,6 +42,7 @@ MOST_WATCHING = 16
 PAST_S = 60.0  # what a page shows
 MOST_PAST_BYTES = 32 * 2**20
 MOST_NAMES = 1024  # that are sent to a page when it is opened
+MOST_ADAPTERS = 8  # whose names are sent
 LATENCIES = {
     "ttft": "time_to_first_token_seconds",
     "itl": "inter_token_latency_seconds",
@@ -106,6 +109,7 @@ class Feed:
 
     def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
         self.past = Past()
+        self.models: Sequence[WatchedModel] = ()  # all of the server
         # Names the requests; None until the API is up.
         self.recent: RecentRequests | None = None
         self._client = client
@@ -195,7 +199,8 @@ class Feed:
 
     def _message(self, seen: bytes) -> bytes:
         self._number += 1
-        return b"data: %b\n\n" % message(self._number, self._requests, seen, self._new_names())
+        shared = sharing(self.models, self._client)
+        return b"data: %b\n\n" % message(self._number, self._requests, seen, self._new_names(), shared)
 
     def _new_names(self) -> list[Named]:
         """Requests that came since the last message."""
@@ -218,6 +223,58 @@ class Feed:
             reader.put_nowait(message)
 
 
+class WatchedModel(NamedTuple):
+    """A model of the server, and its part of the page."""
+
+    name: str
+    share: float  # of the device's time, against those of the others
+    client: EngineClient
+    requests: RequestMetrics
+    feed: Feed
+
+
+def sharing(models: Sequence[WatchedModel], client: EngineClient) -> dict[str, Any]:
+    """What the models of a server and the adapters of one do with the device; nothing where there is one model alone.
+
+    Read by the page (sharing.js) and by `paceline top`.
+    """
+    found: dict[str, Any] = {}
+    if len(models) > 1:
+        found["models"] = [_turns(model) for model in models]
+    stats, known = client.stats.adapters, client.adapters
+    if known:
+        names = {info.number: name for name, info in known.items()}
+        found["adapters"] = {
+            "known": len(known),
+            "resident": stats.resident,
+            "most": stats.most or len(known),
+            "read": stats.read,
+            "evicted": stats.evicted,
+            "running": _first_names(names, stats.running),
+            "waiting": _first_names(names, stats.waiting),
+            "num_running": len(stats.running),
+            "num_waiting": len(stats.waiting),
+        }
+    return found
+
+
+def _first_names(names: Mapping[int, str], numbers: Sequence[int]) -> list[str]:
+    return sorted(names[each] for each in numbers if each in names)[:MOST_ADAPTERS]
+
+
+def _turns(model: WatchedModel) -> dict[str, Any]:
+    stats = model.client.stats
+    return {
+        "name": model.name,
+        "share": model.share,
+        "standing": stats.standing,
+        "device_s": stats.busy_s,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "slabs": stats.slabs,
+    }
+
+
 # The numbers of a request's branches, its id, the first words of its prompt.
 Named = tuple[tuple[int, ...], str, str]
 
@@ -226,11 +283,18 @@ def _names(recent: RecentRequests, count: int) -> list[Named]:
     return [(each.numbers, each.id, each.words) for each in recent.newest(count) if each.numbers]
 
 
-def message(number: int, requests: RequestMetrics, seen: bytes, names: list[Named] | None = None) -> bytes:
+def message(
+    number: int,
+    requests: RequestMetrics,
+    seen: bytes,
+    names: list[Named] | None = None,
+    shared: dict[str, Any] | None = None,
+) -> bytes:
     """One message: its number, what is known of requests, new names of them, and what was seen of the engine."""
     figures: dict[str, object] = {
         name: requests.histograms[full][1].counts for name, full in LATENCIES.items()
     }
+    figures |= shared or {}
     # Buckets are wide: no percentile read off them may lie above what was seen.
     figures["longest"] = {name: requests.histograms[full][1].largest for name, full in LATENCIES.items()}
     figures["tokens"] = [requests.generation_tokens, requests.prompt_tokens]
@@ -248,26 +312,34 @@ def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:
     return {name: requests.histograms[full][1].bounds for name, full in LATENCIES.items()}
 
 
-def watch_routes(
-    feed: Feed, client: EngineClient, requests: RequestMetrics, model_name: Callable[[], str]
-) -> list[Route]:
-    """What the live page asks an engine for: the feed of its steps, and what it is. For admins."""
+def watch_routes(models: Callable[[], Sequence[WatchedModel]]) -> list[Route]:
+    """What the live page asks for: the feed of a model's steps, and what its engine is. For admins."""
+
+    def watched(call: Call) -> WatchedModel:
+        found, name = models(), read_query(call.query, ("model",)).get("model")
+        for model in found:
+            if name in (None, model.name):
+                return model
+        known = ", ".join(model.name for model in found)
+        raise UnknownModel(f"the model {name!r:.128} is not watched; there is {known}", param="model")
 
     async def watch(call: Call) -> Answer | Events:
         with_past = choice_of(read_query(call.query, ("past",)), "past", ("true", "false")) == "true"
+        feed = watched(call).feed
         return Events(frames=feed.messages(with_past=with_past), error_frame=openai_error_frame)
 
     async def about(call: Call) -> Answer | Events:
+        model = watched(call)
         values = {
             "version": __version__,
-            "model": model_name(),
-            "engine": asdict(client.info),
+            "model": model.name,
+            "engine": asdict(model.client.info),
             "policies": POLICIES,
-            "latency_bounds": latency_bounds(requests),
+            "latency_bounds": latency_bounds(model.requests),
         }
         return Answer(body=msgspec.json.encode(values))
 
-    summary = "Watch the engine step by step, as server-sent events; ?past=true begins a minute ago"
+    summary = "Watch a model step by step, as server-sent events; ?past=true begins a minute ago"
     return [
         described("GET", "/v1/admin/watch", watch, summary, needs_admin=True),
         described(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from paceline.core.counters import LEVELS, STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES, Counters
+from paceline.core.counters import LEVELS, STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES
 from paceline.core.events import Rule
 from paceline.costs.model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
@@ -128,6 +128,7 @@ def recent_costs(change: Totals | None, limits: Limits) -> dict[str, float]:
 
 
 Fact = tuple[str, str, float]  # name, meaning, value
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level of sleep
 PREEMPTIONS = tuple(rule.value for rule in Rule if ":" in rule.value)  # reason:kind
 
 
@@ -155,6 +156,13 @@ class BatchingMetrics:
             yield make.counter_by("phase", "cpu_phase_seconds", text, stats.cpu.phase_s)
             text = "Time in the calls that compute CPU steps: the rest of engine_busy_seconds is planning."
             yield make.counter("cpu_call_seconds", text, stats.cpu.call_s)
+        text = (
+            "1 for the state the model is in; weights_offloaded: sleep of level 1, discard_all: of level 2."
+        )
+        states: dict[tuple[str, ...], float] = {
+            (state,): float(stats.sleep_level == level) for level, state in enumerate(SLEEP_STATES)
+        }
+        yield make.gauge_by("engine_sleep_state", text, states, "sleep_state")
         text = "The same as num_preemptions, by what became of their KV and for what."
         by_rule = {
             tuple(reversed(rule.split(":", 1))): stats.counters.preempted_by.get(rule, 0)
@@ -164,7 +172,7 @@ class BatchingMetrics:
         text = "Requests with a structure that have ended, by outcome; unfinished: by length or otherwise."
         ended = {name: stats.counters.structures.get(name, 0) for name in STRUCTURE_OUTCOMES}
         yield make.counter_by("outcome", "structured_requests", text, ended)
-        yield from level_families(stats.counters, info, make)
+        yield from level_families(stats, info, make)
         steps = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
         steps.counts = list(stats.counters.steps_by_tokens)
         steps.total = stats.counters.computed_tokens
@@ -273,8 +281,24 @@ LOADS = (Rule.LOADS, Rule.COMPUTES, Rule.LOADING, Rule.MAKING_ROOM, Rule.LOAD_FA
 WAYS = tuple(f"{level}_{way}" for level in LEVELS[1:] for way in ("out", "in"))
 
 
-def level_families(counters: Counters, info: EngineInfo | None, make: Families) -> Iterator[Metric]:
+def level_families(stats: EngineStats, info: EngineInfo | None, make: Families) -> Iterator[Metric]:
     """What is found on the levels of the KV cache, and copied between them."""
+    counters = stats.counters
+    if stats.below:
+        text = "Blocks of host memory and a disk; held: by swapped requests and copies under way."
+        used: dict[tuple[str, ...], float] = {
+            (level.name, state): getattr(level, state)
+            for level in stats.below
+            for state in ("held", "cached", "places")
+        }
+        yield make.gauge_by("kv_level_blocks", text, used, "level", "state")
+        text = "1; 0 when a level is off because it failed too often."
+        up: dict[tuple[str, ...], float] = {(level.name,): float(not level.is_off) for level in stats.below}
+        yield make.gauge_by("kv_level_up", text, up, "level")
+    if stats.slabs.all:
+        text = "Slabs of the memory that models share: of this model's KV and weights, and all there are."
+        slabs: dict[tuple[str, ...], float] = {(use,): n for use, n in stats.slabs._asdict().items()}
+        yield make.gauge_by("memory_slabs", text, slabs, "use")
     device, host, disk = counters.found_tokens
     text = "Prompt tokens of admitted requests, by where they came from; local_cache_hit: the device."
     sources = {"local_compute": counters.prompt_tokens - counters.cached_tokens, "local_cache_hit": device}

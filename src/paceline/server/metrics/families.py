@@ -69,6 +69,12 @@ class Families:
     def histogram(self, name: str, text: str, values: Values, *labels: str) -> Metric:
         return self._filled(HistogramMetricFamily(self._prefix + name, text, labels=labels or LABELS), values)
 
+    def gauge_by(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+        """A gauge of the model and the engine with more labels."""
+        return self.gauge(
+            name, text, {(*self._own, *of): value for of, value in values.items()}, *LABELS, *labels
+        )
+
     def counter_by(self, label: str, name: str, text: str, counts: Mapping[str, float]) -> Metric:
         """A counter of the model and the engine with one more label."""
         values = {(*self._own, value): count for value, count in counts.items()}

@@ -132,7 +132,7 @@ class MetricsPage(Collector):
             "waiting_lora_adapters": ",".join(sorted(names[each] for each in stats.waiting if each in names)),
         }
         text = "Adapters of running and waiting requests; the value is the time."
-        yield make.gauge("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
+        yield make.gauge_by("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
 
     def _generations(self, make: Families, requests: RequestMetrics) -> Iterable[Metric]:
         yield make.counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)

@@ -264,8 +264,6 @@ def engine_gauges(client: EngineClient) -> Iterator[tuple[str, str, float]]:
     )
     yield "spec_decode_gain", "Speed of the last steps over that without drafts.", stats.draft_gain
     yield from dial_gauges(stats.dial)
-    text = "0 when the model is awake, else the level of its sleep (vLLM's name)."
-    yield "engine_sleep_state", text, stats.sleep_level
     yield "model_wake_seconds", "What waking the model took last.", stats.last_wake_s
 
 

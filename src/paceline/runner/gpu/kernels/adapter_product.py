@@ -71,7 +71,7 @@ class AdapterTuning:
         return -(-inner // share)
 
 
-_FEW = AdapterTuning(rows=16, inner=256, columns=256)
+_FEW = AdapterTuning(rows=16, inner=256, columns=512, expand_warps=8)
 _MANY = AdapterTuning(rows=64, inner=128, columns=128, shrink_warps=4)
 _FLOAT32 = AdapterTuning(rows=16, inner=32, columns=64)
 _FEW_TOKENS = 512
@@ -279,19 +279,20 @@ def _expand_kernel(
     b_at += (column * PANEL)[:, None] + rank[None, :]
     b = tl.load(b_at, mask=inside[:, None], other=0.0)  # requested before anything is waited for
     wait_and_announce(OVERLAPPED)
-    into = out + token[:, None] * (ONE + TWO + THREE) + (origin + column)[None, :]
-    mask = present[:, None] & inside[None, :]
-    before = tl.load(into, mask=mask, other=0.0)
-    low_at = low + (part * tokens + place).to(tl.int64)[:, None] * (PANELS * PANEL) + rank[None, :]
-    apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
-    x = _sum(low_at, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
-    acc = tl.dot(x, tl.trans(b), input_precision=PRECISION)
-    if PANELS > 1:
-        for panel in range(1, count):
-            b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
-            x = _sum(low_at + panel * PANEL, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
-            acc = tl.dot(x, tl.trans(b), acc, input_precision=PRECISION)
-    tl.store(into, (before.to(tl.float32) + acc).to(out.dtype.element_ty), mask=mask)
+    if exists:  # there may be twice as many programs as tiles
+        into = out + token[:, None] * (ONE + TWO + THREE) + (origin + column)[None, :]
+        mask = present[:, None] & inside[None, :]
+        before = tl.load(into, mask=mask, other=0.0)
+        low_at = low + (part * tokens + place).to(tl.int64)[:, None] * (PANELS * PANEL) + rank[None, :]
+        apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
+        x = _sum(low_at, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
+        acc = tl.dot(x, tl.trans(b), input_precision=PRECISION)
+        if PANELS > 1:
+            for panel in range(1, count):
+                b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
+                x = _sum(low_at + panel * PANEL, apart, present, SPLITS, ROWS, PANEL).to(b.dtype)
+                acc = tl.dot(x, tl.trans(b), acc, input_precision=PRECISION)
+        tl.store(into, (before.to(tl.float32) + acc).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

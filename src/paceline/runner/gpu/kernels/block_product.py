@@ -16,11 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
-from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import (
+    MAX_ROWS,
+    ProductTuning,
+    fitting_parts,
+    fitting_tile,
+    launch_product,
+)
 
-_FEWEST_ROWS = 16  # of a matrix instruction
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_TILES = (64, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,10 @@ class BlockWeight:
 def block_tuning(rows: int, columns: int, inner: int, group: int, *, narrow: bool = False) -> ProductTuning:
     """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
     step = min(group, 128)
-    parts = 1
-    if narrow and columns <= 4096:
-        parts = next((parts for parts in (4 if columns <= 2048 else 2, 2) if inner % (step * parts) == 0), 1)
-    tile = next((tile for tile in _TILES if columns % tile == 0), _TILES[-1])
-    return ProductTuning(columns=tile, inner=step, parts=parts, num_stages=5 if rows <= 32 else 4)
+    parts = fitting_parts(4 if columns <= 2048 else 2, inner, step) if narrow and columns <= 4096 else 1
+    return ProductTuning(
+        columns=fitting_tile(columns), inner=step, parts=parts, num_stages=5 if rows <= 32 else 4
+    )
 
 
 def block_product(
@@ -63,30 +66,17 @@ def block_product(
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` has 2 * columns,
     gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
     """
-    rows, inner = x.shape
-    columns = weight.shape[0] // (2 if gated else 1)
-    assert rows <= MAX_ROWS and columns % tuning.columns == 0 and inner == weight.shape[1]
-    assert inner % (tuning.inner * tuning.parts) == 0 and weight.group % tuning.inner == 0
-    assert weight.q.is_contiguous() and x.is_contiguous() and out.is_contiguous()
-    assert tuning.parts == 1 or not gated
-    _block_kernel[(columns // tuning.columns, tuning.parts)](
+    assert len(x) <= MAX_ROWS and x.shape[1] == weight.shape[1] and weight.group % tuning.inner == 0
+    launch_product(
+        _block_kernel,
         out,
-        x,
-        weight.q,
-        weight.scale,
-        rows,
-        INNER=inner,
-        COLUMNS=columns,
+        (x, weight.q, weight.scale),
+        sizes=(*x.shape, weight.shape[0]),
+        tuning=tuning,
+        gated=gated,
+        overlapped=overlapped,
         GROUP=weight.group,
-        PARTS=tuning.parts,
-        TILE=tuning.columns,
         STEP=tuning.inner,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
-        GATED=gated,
-        OVERLAPPED=overlapped,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        launch_pdl=overlapped,
     )
 
 
@@ -135,8 +125,8 @@ def _block_kernel(
 
 @triton.jit
 def widened(numbers, KIND: tl.constexpr):
-    """Numbers of e4m3 in a wider type, which holds each of them."""
-    if _IS_COMPILED and tl.bfloat16 == KIND:
+    """Numbers of e4m3 or int8 in a wider type, which holds each of them."""
+    if _IS_COMPILED and tl.bfloat16 == KIND and numbers.dtype == tl.float8e4nv:
         wide = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair, sign, scale, zero;

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.runner.gpu.kernels.block_product import widened
+from paceline.runner.gpu.kernels.packed_product import COLUMNS_TOGETHER, as_numbers, unpacked, words_of
 
 # Which token goes to which expert, in the order in which a grouped product can read it; made on the device.
 #
@@ -51,7 +52,7 @@ def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
 
 
 def allocate_expert_plan(
-    pairs: int, experts: int, *, least_rows: int = 16, device: torch.device | str = "cuda"
+    pairs: int, experts: int, *, least_rows: int = 8, device: torch.device | str = "cuda"
 ) -> ExpertPlan:
     """Room for batches of up to `pairs`, cut into tiles of `least_rows` or more."""
 
@@ -147,14 +148,35 @@ _SUM_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """The matrices of all experts of a layer, stacked."""
+class ExpertMatrices:
+    """One matrix of every expert, stacked: of 16 bits, of eight with scales, or of four. Inputs keep their type."""
 
-    gate_up: Tensor  # [experts, 2 * inner, hidden]: an expert's gate comes first
-    down: Tensor  # [experts, hidden, inner]
-    # With matrices of e4m3: float32, a scale for each of their rows. Inputs keep their type.
-    gate_up_scale: Tensor | None = None  # [experts, 2 * inner]
-    down_scale: Tensor | None = None  # [experts, hidden]
+    q: Tensor  # [experts, rows, inner]; of four bits those of `PackedWeight`: [experts, rows / 16, blocks, 16, quarter]
+    # [experts, groups, rows]; float32 of eight bits, one group being a row's; of four bits [experts, groups, rows, 2]
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        if self.q.dim() == 3:
+            return self.q.shape[0], self.q.shape[1], self.q.shape[2]
+        experts, several, blocks, together, quarter = self.q.shape
+        return experts, several * together, blocks * quarter * 4
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.q.dim() == 5 else 16 if self.scale is None else 8
+
+    @property
+    def group(self) -> int:
+        return self.shape[2] // (1 if self.scale is None else self.scale.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The matrices of a layer."""
+
+    gate_up: ExpertMatrices  # 2 * inner rows: an expert's gate comes first
+    down: ExpertMatrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +205,16 @@ _MANY = ExpertTuning(rows=128, columns=64, inner=64, num_warps=4, num_stages=3)
 _FLOAT32 = ExpertTuning(rows=16, columns=32, inner=32, num_warps=4, num_stages=2)
 
 
-def tuning_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
-    """By how many pairs an expert has on average. Three sizes, whatever the batch; not measured yet."""
+# Of fewer bits: reading decides, and what unpacks them for eight rows has half the instructions of that for sixteen.
+_FEWEST = ExpertTuning(rows=8, columns=64, inner=128, num_warps=4, num_stages=4)
+
+
+def tuning_for(pairs: int, experts: int, dtype: torch.dtype, bits: int = 16) -> ExpertTuning:
+    """By how many pairs an expert has on average. A few sizes, whatever the batch; not measured yet."""
     if dtype == torch.float32:
         return _FLOAT32
+    if bits < 16 and pairs <= 6 * experts:
+        return _FEWEST
     if pairs <= 16 * experts:
         return _FEW
     return _SOME if pairs <= 96 * experts else _MANY
@@ -197,11 +225,11 @@ def allocate_expert_buffers(
     per_token: int,
     weights: ExpertWeights,
     device: torch.device | str = "cuda",
-    dtype: torch.dtype | None = None,  # of inputs; None: that of the weights
+    dtype: torch.dtype | None = None,  # of inputs; None: that of the weights, of 16 bits
 ) -> ExpertBuffers:
     """Room for batches of up to `tokens`, of any layer of these sizes."""
     experts, hidden, inner = weights.down.shape
-    pairs, dtype = tokens * per_token, dtype or weights.down.dtype
+    pairs, dtype = tokens * per_token, dtype or weights.down.q.dtype
     return ExpertBuffers(
         plan=allocate_expert_plan(pairs, experts, device=device),
         inner=torch.empty(pairs, inner, dtype=dtype, device=device),
@@ -226,17 +254,12 @@ def expert_product(
     tokens, per_token = chosen.shape
     experts, hidden, inner = weights.down.shape
     assert weights.gate_up.shape == (experts, 2 * inner, hidden) and buffers.plan.experts == experts
-    assert weights.gate_up.is_contiguous() and weights.down.is_contiguous() and x.is_contiguous()
-    assert chosen_weight.is_contiguous() and out.stride(1) == 1
-    tuning = tuning or tuning_for(tokens * per_token, experts, x.dtype)
+    assert x.is_contiguous() and chosen_weight.is_contiguous() and out.stride(1) == 1
+    bits = min(weights.gate_up.bits, weights.down.bits)
+    tuning = tuning or tuning_for(tokens * per_token, experts, x.dtype, bits)
     plan_experts(buffers.plan, chosen, tile_rows=tuning.rows)
-    plan, wide, narrow = (
-        buffers.plan,
-        (weights.gate_up, weights.gate_up_scale),
-        (weights.down, weights.down_scale),
-    )
-    _grouped(buffers.inner, x, wide, plan, chosen, tuning, is_gate_up=True)
-    _grouped(buffers.product, buffers.inner, narrow, plan, chosen, tuning, is_gate_up=False)
+    _grouped(buffers.inner, x, weights.gate_up, buffers.plan, chosen, tuning, is_gate_up=True)
+    _grouped(buffers.product, buffers.inner, weights.down, buffers.plan, chosen, tuning, is_gate_up=False)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_COLUMNS))](
         out,
         buffers.product,
@@ -254,7 +277,7 @@ def expert_product(
 def _grouped(
     out: Tensor,
     x: Tensor,
-    matrices: tuple[Tensor, Tensor | None],
+    matrices: ExpertMatrices,
     plan: ExpertPlan,
     chosen: Tensor,
     tuning: ExpertTuning,
@@ -262,14 +285,20 @@ def _grouped(
     is_gate_up: bool,
 ) -> None:
     """One product over all tiles: from tokens to places in the order, or from places to pairs."""
-    weight, scale = matrices
-    columns, inner = out.shape[1], weight.shape[2]
+    q, scale, bits = matrices.q, matrices.scale, matrices.bits
+    columns, inner = out.shape[1], matrices.shape[2]
+    assert q.is_contiguous() and (scale is None or scale.is_contiguous())
+    quarter = q.shape[4] if bits == 4 else 0
+    if bits == 4:
+        assert scale is not None and scale.dtype == x.dtype
+        scale = as_numbers(scale)
+    step = tuning.inner if matrices.group == inner else min(tuning.inner, matrices.group)
     tiles = max_tiles(chosen.numel(), plan.experts, tuning.rows)
     _product_kernel[(tiles, triton.cdiv(columns, tuning.columns))](
         out,
         x,
-        weight,
-        weight if scale is None else scale,
+        q,
+        q if scale is None else scale,
         plan.order,
         plan.tiles,
         plan.num_tiles,
@@ -277,13 +306,16 @@ def _grouped(
         COLUMNS=columns,
         INNER=inner,
         IS_GATE_UP=is_gate_up,
-        SCALED=scale is not None,
+        BITS=bits,
+        GROUP=matrices.group,
+        QUARTER=quarter,
+        TOGETHER=COLUMNS_TOGETHER,
         PRECISION="ieee"
         if x.dtype == torch.float32
         else "tf32",  # the second is of no effect on narrower types
         ROWS=tuning.rows,
         TILE=tuning.columns,
-        STEP=tuning.inner,
+        STEP=4 * quarter if bits == 4 else step,
         WIDTH=TILE_WIDTH,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -303,7 +335,10 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     IS_GATE_UP: tl.constexpr,
-    SCALED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -327,31 +362,31 @@ def _product_kernel(
     from_column = tl.minimum(column, COLUMNS - 1).to(tl.int64)
     inner = tl.arange(0, STEP)
     x_at = x + source[:, None] * INNER + inner[None, :]
-    MATRIX: tl.constexpr = (2 if IS_GATE_UP else 1) * COLUMNS * INNER
-    weight_at = weight + expert * MATRIX + from_column[:, None] * INNER + inner[None, :]
+    TOTAL: tl.constexpr = (2 if IS_GATE_UP else 1) * COLUMNS
+    UNIT: tl.constexpr = 4 if BITS == 4 else 1  # inputs of an entry
+    NEXT: tl.constexpr = TOGETHER * QUARTER if BITS == 4 else STEP  # from one turn to the next
+    if BITS == 4:
+        weight_at = words_of(weight + expert * (TOTAL * INNER // 4), from_column, INNER, QUARTER, TOGETHER)
+    else:
+        weight_at = weight + expert * (TOTAL * INNER) + from_column[:, None] * INNER + inner[None, :]
+    UP: tl.constexpr = COLUMNS * INNER // UNIT  # from gate to up
+    scale_at = scale + expert * (INNER // GROUP * TOTAL) + from_column
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
-    for start in range(0, INNER, STEP):
+    for turn in range(tl.cdiv(INNER, STEP)):
+        exists = (turn * STEP + inner < INNER)[None, :]
         if INNER % STEP == 0:
-            xs = tl.load(x_at + start, mask=present[:, None], other=0.0)
-            w = tl.load(weight_at + start)
+            xs = tl.trans(tl.load(x_at + turn * STEP, mask=present[:, None], other=0.0))
         else:
-            exists = (start + inner < INNER)[None, :]
-            xs = tl.load(x_at + start, mask=present[:, None] & exists, other=0.0)
-            w = tl.load(weight_at + start, mask=exists, other=0.0)
-        if SCALED:
-            w = widened(w, x.dtype.element_ty)
-        acc = tl.dot(w, tl.trans(xs), acc, input_precision=PRECISION)
+            xs = tl.trans(tl.load(x_at + turn * STEP, mask=present[:, None] & exists, other=0.0))
+        at, of_group = weight_at + turn * NEXT, scale_at + turn * STEP // GROUP * TOTAL
+        acc = _added(acc, xs, at, of_group, exists, BITS, INNER, STEP, TOTAL, GROUP, TILE, QUARTER, PRECISION)
         if IS_GATE_UP:
-            if INNER % STEP == 0:
-                w = tl.load(weight_at + COLUMNS * INNER + start)
-            else:
-                w = tl.load(weight_at + COLUMNS * INNER + start, mask=exists, other=0.0)
-            if SCALED:
-                w = widened(w, x.dtype.element_ty)
-            up = tl.dot(w, tl.trans(xs), up, input_precision=PRECISION)
-    if SCALED:
-        scale_at = scale + expert * (MATRIX // INNER) + from_column
+            at, of_group = at + UP, of_group + COLUMNS
+            up = _added(
+                up, xs, at, of_group, exists, BITS, INNER, STEP, TOTAL, GROUP, TILE, QUARTER, PRECISION
+            )
+    if BITS == 8 and GROUP == INNER:
         acc = acc * tl.load(scale_at)[:, None]
         if IS_GATE_UP:
             up = up * tl.load(scale_at + COLUMNS)[:, None]
@@ -360,6 +395,38 @@ def _product_kernel(
     into = out + target[:, None] * COLUMNS + column[None, :]
     mask = present[:, None] & (column < COLUMNS)[None, :]
     tl.store(into, tl.trans(acc).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _added(
+    acc,
+    xs,
+    weight_at,
+    scale_at,
+    exists,
+    BITS: tl.constexpr,
+    INNER: tl.constexpr,
+    STEP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    QUARTER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`acc` and the product of a turn's weights and inputs; a scale of a whole row is left to the end."""
+    if BITS == 4:
+        w = unpacked(weight_at, scale_at, TOTAL, GROUP, TILE, QUARTER, xs.dtype)
+    elif INNER % STEP == 0:
+        w = tl.load(weight_at)
+    else:
+        w = tl.load(weight_at, mask=exists, other=0.0)
+    if BITS == 8:
+        w = widened(w, xs.dtype)
+    if BITS == 8 and GROUP < INNER:
+        acc += tl.dot(w, xs, input_precision=PRECISION) * tl.load(scale_at)[:, None]
+    else:
+        acc = tl.dot(w, xs, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit(do_not_specialize=["out_stride", "experts"])

@@ -47,7 +47,7 @@ def gated_activation(
     )
 
 
-@triton.jit(do_not_specialize=["product_stride", "out_stride"])
+@triton.jit
 def _gate_kernel(
     out,
     product,
@@ -85,12 +85,12 @@ def gated_rows(
         LANES=lanes,
         IS_SILU=activation == "silu",
         OVERLAPPED=overlapped,
-        num_warps=min(16, max(1, lanes // 512)),
+        num_warps=min(32, max(1, lanes // 512)),
         launch_pdl=overlapped,
     )
 
 
-@triton.jit(do_not_specialize=["product_stride"])
+@triton.jit
 def _gate_rows_kernel(
     out,
     out_scale,

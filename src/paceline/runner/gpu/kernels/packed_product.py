@@ -1,10 +1,13 @@
-"""Matrix product with weights of four bits, for up to 64 rows of 16 bits; for more, the matrix is unpacked.
+"""Matrix product with weights of four bits and rows of 16 bits, unpacked in registers.
 
 A weight is a number of 0 to 15 times its group's scale plus the group's offset, rounded to 16 bits once: in the product
-and where it is unpacked alike. A byte holds numbers that lie half a block apart, so that the lower halves of some bytes
-are neighbouring inputs, and so are the upper ones:
+and where a matrix is unpacked alike. A word of 16 bits holds numbers that lie a quarter of a block apart, so that two
+neighbouring words give neighbouring inputs of each quarter, by a shift and a mask for both:
 
-    block of 2 * half inputs:   byte i = number[i] | number[half + i] << 4        half = 64, or 32 for groups of 32
+    block of 4 * quarter inputs:   word i = n[i] | n[quarter + i] << 4 | n[2 quarter + i] << 8 | n[3 quarter + i] << 12
+
+The words of 16 columns and a block lie together, and a scale lies beside its offset: whatever a turn of the loop needs
+is then copied ahead of it, four bytes or more at a time.
 
 As in `skinny_product`, the weights are the tall operand of the matrix instruction, the inner dimension may be split
 into parts that `residual_norm` sums, and gate and up may go through the activation before they are stored.
@@ -22,54 +25,71 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
-from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
+from paceline.runner.gpu.kernels.skinny_product import (
+    MAX_ROWS,
+    ProductTuning,
+    fitting_parts,
+    fitting_tile,
+    launch_product,
+)
 
-_FEWEST_ROWS = 16  # of a matrix instruction
+COLUMNS_TOGETHER = 16
+MAX_PACKED_ROWS = 512  # more are faster with the matrix unpacked
+_FEWEST_ROWS = 8  # of a matrix instruction
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_TILES = (64, 32, 16)
+_PAIRS = {2: torch.int32, 4: torch.int64}  # a scale and an offset of so many bytes each, as one number
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Numbers [columns, inner / 2], two in a byte; scales and offsets [groups, columns] in the inputs' type."""
+    """Words [columns / 16, blocks, 16, quarter]; scales and offsets [groups, columns, 2] in the inputs' type."""
 
     q: Tensor
-    scale: Tensor
-    offset: Tensor
+    pairs: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.q.shape[0], self.q.shape[1] * 2
+        several, blocks, together, quarter = self.q.shape
+        return several * together, blocks * quarter * 4
 
     @property
     def group(self) -> int:
-        return self.shape[1] // self.scale.shape[0]
+        return self.shape[1] // self.pairs.shape[0]
 
     @property
-    def half(self) -> int:
-        return half_block(self.group)
+    def quarter(self) -> int:
+        return self.q.shape[3]
 
 
-def half_block(group: int) -> int:
-    """Inputs in half a block: a half lies in one group."""
-    return min(group, 64)
-
-
-def pack_halves(numbers: Tensor, group: int) -> Tensor:
-    """uint8 [columns, inner] below 16, as bytes of two."""
+def packed_weight(numbers: Tensor, scale: Tensor, offset: Tensor) -> PackedWeight:
+    """uint8 [columns, inner] below 16, and what they are multiplied with, [columns, groups]."""
     columns, inner = numbers.shape
-    blocks = numbers.view(columns, -1, 2, half_block(group))
-    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(columns, inner // 2)
+    quarter = 32 if inner % 128 == 0 else 16
+    blocks = numbers.view(columns // COLUMNS_TOGETHER, COLUMNS_TOGETHER, -1, 4, quarter).to(torch.int16)
+    words = blocks[:, :, :, 0] | blocks[:, :, :, 1] << 4 | blocks[:, :, :, 2] << 8 | blocks[:, :, :, 3] << 12
+    pairs = torch.stack((scale.T, offset.T), dim=-1)
+    return PackedWeight(words.transpose(1, 2).contiguous(), pairs.contiguous())
 
 
-def packed_tuning(rows: int, columns: int, inner: int, *, narrow: bool = False) -> ProductTuning:
-    """How a product is cut; `narrow`: its parts may be summed by the next kernel."""
-    parts = 1
-    if narrow and columns <= 4096:
-        parts = next((parts for parts in (4 if columns <= 2048 else 2, 2) if inner % (128 * parts) == 0), 1)
-    tile = next((tile for tile in _TILES if columns % tile == 0), _TILES[-1])
+def packed_tuning(
+    rows: int, columns: int, inner: int, *, narrow: bool = False, gated: bool = False
+) -> ProductTuning:
+    """How a product is cut, by measurements on an H200; `narrow`: its parts may be summed by the next kernel."""
+    step, may_split = 128 if inner % 128 == 0 else 64, narrow and columns <= 4096
+    if rows > MAX_ROWS and columns % 128 == 0:
+        parts = fitting_parts(2, inner, step) if may_split else 1
+        return ProductTuning(columns=128, inner=step, rows=128, parts=parts, num_warps=8, num_stages=3)
+    tile, warps = fitting_tile(columns), 4
+    if rows <= _FEWEST_ROWS:
+        tile = tile if gated else min(tile, 32)  # more programs
+        warps = tile // COLUMNS_TOGETHER
     return ProductTuning(
-        columns=tile, inner=128, parts=parts, num_stages=8 if rows <= 16 else 6 if rows <= 32 else 4
+        columns=tile,
+        inner=step,
+        parts=fitting_parts(4, inner, step) if may_split else 1,
+        num_warps=warps,
+        num_stages=(3 if rows > 32 else 4) if gated else 4 if rows > 32 else 5 if rows > _FEWEST_ROWS else 8,
+        fewest_rows=_FEWEST_ROWS,
     )
 
 
@@ -87,34 +107,23 @@ def packed_product(
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` has 2 * columns,
     gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
     """
-    rows, inner = x.shape
-    columns = weight.shape[0] // (2 if gated else 1)
-    assert rows <= MAX_ROWS and columns % tuning.columns == 0 and inner == weight.shape[1]
-    assert inner % (2 * weight.half * tuning.parts) == 0 and weight.scale.dtype == x.dtype
-    assert weight.q.is_contiguous() and x.is_contiguous() and out.is_contiguous()
-    assert tuning.parts == 1 or not gated
-    overlapped = overlapped and tuning.starts_early
-    row_tile = max(_FEWEST_ROWS, triton.next_power_of_2(rows))
-    _packed_kernel[(columns // tuning.columns, tuning.parts)](
+    assert x.shape[1] == weight.shape[1] and weight.pairs.dtype == x.dtype
+    launch_product(
+        _packed_kernel,
         out,
-        x,
-        weight.q,
-        weight.scale,
-        weight.offset,
-        rows,
-        INNER=inner,
-        COLUMNS=columns,
+        (x, weight.q, as_numbers(weight.pairs)),
+        sizes=(*x.shape, weight.shape[0]),
+        tuning=tuning,
+        gated=gated,
+        overlapped=overlapped,
         GROUP=weight.group,
-        PARTS=tuning.parts,
-        TILE=tuning.columns,
-        HALF=weight.half,
-        ROWS=row_tile,
-        GATED=gated,
-        OVERLAPPED=overlapped,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        launch_pdl=overlapped,
+        QUARTER=weight.quarter,
+        TOGETHER=COLUMNS_TOGETHER,
     )
+
+
+def as_numbers(pairs: Tensor) -> Tensor:
+    return pairs.view(_PAIRS[pairs.element_size()])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -122,56 +131,39 @@ def _packed_kernel(
     out,
     x,
     weight,
-    scale,
-    offset,
+    pairs,
     rows,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
-    HALF: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     TOTAL: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-    PART: tl.constexpr = INNER // PARTS
+    BLOCK: tl.constexpr = 4 * QUARTER
+    BLOCKS: tl.constexpr = INNER // PARTS // BLOCK
+    KIND: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    half = tl.arange(0, HALF)
-    weight_at = weight + column.to(tl.int64)[:, None] * (INNER // 2) + half[None, :]
-    x_at = x + row[:, None] * INNER + half[None, :]
-    present = (row < rows)[:, None]
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    weight_at = words_of(weight, column, INNER, QUARTER, TOGETHER)
+    x_at = x + row[:, None] * INNER + tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
     wait_and_announce(OVERLAPPED)
-    for start in range(part * PART, (part + 1) * PART, 2 * HALF):
-        first, second = start // GROUP * TOTAL + column, (start + HALF) // GROUP * TOTAL + column
-        x_first = tl.trans(tl.load(x_at + start, mask=present, other=0.0))
-        x_second = tl.trans(tl.load(x_at + start + HALF, mask=present, other=0.0))
-        bytes_ = tl.load(weight_at + start // 2)
-        lower, upper = _unpack(
-            bytes_,
-            tl.load(scale + first),
-            tl.load(offset + first),
-            tl.load(scale + second),
-            tl.load(offset + second),
-        )
-        acc = tl.dot(lower, x_first, acc)
-        acc = tl.dot(upper, x_second, acc)
+    for block in range(part * BLOCKS, (part + 1) * BLOCKS):
+        xs = tl.trans(tl.load(x_at + block * BLOCK, mask=(row < rows)[:, None], other=0.0))
+        words_at = weight_at + block * (TOGETHER * QUARTER)
+        pair_at = pairs + block * BLOCK // GROUP * TOTAL + column
+        acc = tl.dot(unpacked(words_at, pair_at, TOTAL, GROUP, TILE, QUARTER, KIND), xs, acc)
         if GATED:
-            bytes_ = tl.load(weight_at + COLUMNS * (INNER // 2) + start // 2)
-            lower, upper = _unpack(
-                bytes_,
-                tl.load(scale + COLUMNS + first),
-                tl.load(offset + COLUMNS + first),
-                tl.load(scale + COLUMNS + second),
-                tl.load(offset + COLUMNS + second),
-            )
-            up = tl.dot(lower, x_first, up)
-            up = tl.dot(upper, x_second, up)
+            words_at += COLUMNS * (INNER // 4)
+            up = tl.dot(unpacked(words_at, pair_at + COLUMNS, TOTAL, GROUP, TILE, QUARTER, KIND), xs, up)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
@@ -179,54 +171,89 @@ def _packed_kernel(
 
 
 @triton.jit
-def _unpack(bytes_, scale, offset, upper_scale, upper_offset):
-    """Weights of the lower and the upper halves of bytes [rows, half], in the type of their scales [rows]."""
-    KIND: tl.constexpr = scale.dtype
-    if _IS_COMPILED and tl.bfloat16 == KIND:
-        # A number in the lower bits of bfloat16 128.0 is 128 more: no conversion, which would be slow.
-        lower, upper = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, pair, one, less;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC300C300;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 pair, low, 0x43434343, 0x4140;
-            fma.rn.bf16x2 pair, pair, one, less;
-            fma.rn.bf16x2 $0, pair, $5, $7;
-            prmt.b32 pair, low, 0x43434343, 0x4342;
-            fma.rn.bf16x2 pair, pair, one, less;
-            fma.rn.bf16x2 $1, pair, $6, $8;
-            prmt.b32 pair, high, 0x43434343, 0x4140;
-            fma.rn.bf16x2 pair, pair, one, less;
-            fma.rn.bf16x2 $2, pair, $9, $11;
-            prmt.b32 pair, high, 0x43434343, 0x4342;
-            fma.rn.bf16x2 pair, pair, one, less;
-            fma.rn.bf16x2 $3, pair, $10, $12;
-            }""",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-            [
-                bytes_,
-                tl.broadcast_to(scale[:, None], bytes_.shape),
-                tl.broadcast_to(offset[:, None], bytes_.shape),
-                tl.broadcast_to(upper_scale[:, None], bytes_.shape),
-                tl.broadcast_to(upper_offset[:, None], bytes_.shape),
-            ],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        lower = _value(bytes_ & 15, scale[:, None], offset[:, None])
-        upper = _value(bytes_ >> 4, upper_scale[:, None], upper_offset[:, None])
-    return lower, upper
+def words_of(weight, column, INNER: tl.constexpr, QUARTER: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where the words of the first block of each column are, [columns, quarter]."""
+    at = (column // TOGETHER).to(tl.int64) * (TOGETHER * INNER // 4) + column % TOGETHER * QUARTER
+    return weight + at[:, None] + tl.arange(0, QUARTER)[None, :]
 
 
 @triton.jit
-def _value(number, scale, offset):
-    value = number.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)
-    return value.to(scale.dtype)
+def unpacked(
+    words_at,
+    pair_at,
+    TOTAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    QUARTER: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The weights of a block, [columns, 4 * quarter]. Groups are a quarter, a half or all of it."""
+    words = tl.load(words_at)
+    one = tl.load(pair_at)
+    two = one if GROUP > QUARTER else tl.load(pair_at + TOTAL)
+    three = one if GROUP > 2 * QUARTER else tl.load(pair_at + 2 * QUARTER // GROUP * TOTAL)
+    four = three if GROUP > QUARTER else tl.load(pair_at + 3 * TOTAL)
+    if _IS_COMPILED and tl.bfloat16 == KIND:
+        # A number in the lower bits of bfloat16 128.0 is 128 more: no conversion, which would be slow.
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 word, pair, scale, offset, one, less;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC300C300;
+            prmt.b32 scale, $5, 0, 0x1010;
+            prmt.b32 offset, $5, 0, 0x3232;
+            lop3.b32 pair, $4, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 pair, pair, one, less;
+            fma.rn.bf16x2 $0, pair, scale, offset;
+            prmt.b32 scale, $7, 0, 0x1010;
+            prmt.b32 offset, $7, 0, 0x3232;
+            shr.u32 word, $4, 4;
+            lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 pair, pair, one, less;
+            fma.rn.bf16x2 $1, pair, scale, offset;
+            prmt.b32 scale, $9, 0, 0x1010;
+            prmt.b32 offset, $9, 0, 0x3232;
+            shr.u32 word, $4, 8;
+            lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 pair, pair, one, less;
+            fma.rn.bf16x2 $2, pair, scale, offset;
+            prmt.b32 scale, $11, 0, 0x1010;
+            prmt.b32 offset, $11, 0, 0x3232;
+            shr.u32 word, $4, 12;
+            lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 pair, pair, one, less;
+            fma.rn.bf16x2 $3, pair, scale, offset;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [
+                words,
+                tl.broadcast_to(one[:, None], words.shape),
+                tl.broadcast_to(two[:, None], words.shape),
+                tl.broadcast_to(three[:, None], words.shape),
+                tl.broadcast_to(four[:, None], words.shape),
+            ],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = _values(words, one, KIND)
+        b = _values(words >> 4, two, KIND)
+        c = _values(words >> 8, three, KIND)
+        d = _values(words >> 12, four, KIND)
+    first = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (TILE, 2 * QUARTER))
+    second = tl.reshape(tl.permute(tl.join(c, d), (0, 2, 1)), (TILE, 2 * QUARTER))
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (TILE, 4 * QUARTER))
+
+
+@triton.jit
+def _values(words, pair, KIND: tl.constexpr):
+    """Of the lowest four bits of words [columns, quarter]."""
+    BITS: tl.constexpr = KIND.primitive_bitwidth
+    PART: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    scale = pair.to(PART).to(KIND, bitcast=True).to(tl.float32)
+    offset = (pair >> BITS).to(PART).to(KIND, bitcast=True).to(tl.float32)
+    return ((words & 15).to(tl.float32) * scale[:, None] + offset[:, None]).to(KIND)
 
 
 # -- many rows -----------------------------------------------------------------------------------------------
@@ -235,51 +262,41 @@ def _value(number, scale, offset):
 def unpack(out: Tensor, weight: PackedWeight) -> None:
     """`out` [columns, inner] = the weights, in the type of their scales."""
     columns, inner = weight.shape
-    assert out.shape == (columns, inner) and out.is_contiguous() and out.dtype == weight.scale.dtype
-    lanes = triton.next_power_of_2(inner // 2)
-    _unpack_kernel[(columns,)](
+    assert out.shape == (columns, inner) and out.is_contiguous() and out.dtype == weight.pairs.dtype
+    tile = fitting_tile(columns)
+    _unpack_kernel[(columns // tile, inner // (4 * weight.quarter))](
         out,
         weight.q,
-        weight.scale,
-        weight.offset,
-        columns,
+        as_numbers(weight.pairs),
+        COLUMNS=columns,
         INNER=inner,
         GROUP=weight.group,
-        HALF=weight.half,
-        LANES=lanes,
-        num_warps=min(8, max(1, lanes // 256)),
+        TILE=tile,
+        QUARTER=weight.quarter,
+        TOGETHER=COLUMNS_TOGETHER,
     )
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit
 def _unpack_kernel(
     out,
     weight,
-    scale,
-    offset,
-    columns,
+    pairs,
+    COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    HALF: tl.constexpr,
-    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    column = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    mask = lane < INNER // 2
-    bytes_ = tl.load(weight + column * (INNER // 2) + lane, mask=mask, other=0)
-    first = lane // HALF * (2 * HALF) + lane % HALF
-    into = out + column * INNER
-    at = (first // GROUP).to(tl.int64) * columns + column
-    lower = _value(bytes_ & 15, _of(scale, at, mask), _of(offset, at, mask))
-    tl.store(into + first, lower, mask=mask)
-    at = ((first + HALF) // GROUP).to(tl.int64) * columns + column
-    upper = _value(bytes_ >> 4, _of(scale, at, mask), _of(offset, at, mask))
-    tl.store(into + first + HALF, upper, mask=mask)
-
-
-@triton.jit
-def _of(source, at, mask):
-    return tl.load(source + at, mask=mask, other=0.0)
+    BLOCK: tl.constexpr = 4 * QUARTER
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    block = tl.program_id(1)
+    words_at = words_of(weight, column, INNER, QUARTER, TOGETHER) + block * (TOGETHER * QUARTER)
+    pair_at = pairs + block * BLOCK // GROUP * COLUMNS + column
+    values = unpacked(words_at, pair_at, COLUMNS, GROUP, TILE, QUARTER, out.dtype.element_ty)
+    into = out + column.to(tl.int64)[:, None] * INNER + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(into, values)
 
 
 def group_numbers(values: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

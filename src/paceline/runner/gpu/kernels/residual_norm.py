@@ -62,7 +62,7 @@ def residual_norm(
     )
 
 
-@triton.jit(do_not_specialize=["out_stride", "residual_stride", "update_stride", "part_stride"])
+@triton.jit
 def _norm_kernel(
     out,
     out_scale,

@@ -98,7 +98,7 @@ def _heads_per_program(heads: int, kv_heads: int) -> int:
     return 1
 
 
-@triton.jit(do_not_specialize=["product_stride", "query_stride"])
+@triton.jit
 def _write_kernel(
     query,
     keys,

@@ -58,7 +58,7 @@ def quantize_rows(out: ScaledRows, x: Tensor, *, overlapped: bool = False) -> No
     )
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def _quantize_kernel(
     out, out_scale, x, x_stride, WIDTH: tl.constexpr, LANES: tl.constexpr, OVERLAPPED: tl.constexpr
 ):

@@ -11,7 +11,9 @@ It must not know the layer; how a shape is cut is a table in this file, never a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -35,7 +37,8 @@ class ProductTuning:
     parts: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    rows: int = MAX_ROWS  # per program
+    rows: int = MAX_ROWS  # per program, at most
+    fewest_rows: int = _FEWEST_ROWS  # and at least
     # False: it runs so long that programs which start early only take places from those they wait for.
     starts_early: bool = True
 
@@ -97,31 +100,65 @@ def skinny_product(
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
     [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
     """
-    rows, inner = x.shape
-    columns = weight.shape[0] // (2 if gated else 1)
-    assert rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
+    assert len(x) <= (MAX_GATED_ROWS if gated else MAX_ROWS)
+    launch_product(
+        _product_kernel,
+        out,
+        (x, weight),
+        sizes=(*x.shape, weight.shape[0]),
+        tuning=tuning,
+        gated=gated,
+        overlapped=overlapped,
+        STEP=tuning.inner,
+    )
+
+
+def launch_product(
+    kernel: Any,
+    out: Tensor,
+    inputs: Sequence[Tensor],
+    *,
+    sizes: tuple[int, int, int],
+    tuning: ProductTuning,
+    gated: bool,
+    overlapped: bool,
+    **constants: Any,
+) -> None:
+    """A product as `tuning` cuts it, of `sizes` rows, inner entries and rows of the matrix; `constants` of the kernel
+    come beside those that all products have."""
+    rows, inner, total = sizes
+    columns = total // (2 if gated else 1)
     assert columns % tuning.columns == 0 and inner % (tuning.inner * tuning.parts) == 0
-    assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
+    assert out.is_contiguous() and all(each.is_contiguous() for each in inputs)
     assert tuning.parts == 1 or not gated
     overlapped = overlapped and tuning.starts_early
-    row_tile = min(tuning.rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
-    _product_kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
+    row_tile = min(tuning.rows, max(tuning.fewest_rows, triton.next_power_of_2(rows)))
+    kernel[(columns // tuning.columns, tuning.parts, triton.cdiv(rows, row_tile))](
         out,
-        x,
-        weight,
+        *inputs,
         rows,
         INNER=inner,
         COLUMNS=columns,
         PARTS=tuning.parts,
         TILE=tuning.columns,
-        STEP=tuning.inner,
         ROWS=row_tile,
         GATED=gated,
         OVERLAPPED=overlapped,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         launch_pdl=overlapped,
+        **constants,
     )
+
+
+def fitting_tile(columns: int) -> int:
+    """Columns per program, at most 64."""
+    return next((tile for tile in (64, 32) if columns % tile == 0), 16)
+
+
+def fitting_parts(most: int, inner: int, step: int) -> int:
+    """Into how many parts of whole steps the inner dimension goes, at most so many."""
+    return next((parts for parts in (most, 2) if parts <= most and inner % (step * parts) == 0), 1)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -169,12 +169,15 @@ export function drawLatencies(place, figures) {
 // Levels below the device: what requests and copies hold, what can be hit, and the rest.
 export function drawLevels(place, snapshot) {
   place.replaceChildren(
-    ...(snapshot.below ?? []).map(([name, held, cached, places]) => {
-      const line = document.createElement("div"), label = document.createElement("span"), bar = document.createElement("i");
-      label.textContent = name;
+    ...(snapshot.below ?? []).map(([name, held, cached, places, hits, stored, loaded, failed, isOff]) => {
+      const [line, label, bar, moves] = ["div", "span", "i", "small"].map((tag) => document.createElement(tag));
+      label.textContent = isOff ? `${name} (off)` : name;
+      label.className = isOff ? "problem" : "";
+      const failures = failed ? `, ${failed.toLocaleString("en")} copies failed` : "";
+      moves.textContent = `${hits.toLocaleString("en")} tokens hit · ${stored.toLocaleString("en")} blocks stored, ${loaded.toLocaleString("en")} loaded${failures}`;
       bar.style.setProperty("--of-held", `${(100 * held) / places}%`);
       bar.style.setProperty("--of-used", `${(100 * Math.min(places, held + cached)) / places}%`);
-      line.append(label, bar, `${cached.toLocaleString("en")} of ${places.toLocaleString("en")} blocks hold a prefix`);
+      line.append(label, bar, `${cached.toLocaleString("en")} of ${places.toLocaleString("en")} blocks hold a prefix`, moves);
       return line;
     }),
   );

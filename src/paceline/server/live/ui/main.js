@@ -12,15 +12,18 @@ import { Lanes } from "./lanes.js";
 import { Names } from "./names.js";
 import { Player } from "./player.js";
 import { Queue } from "./queue.js";
+import { Sharing } from "./sharing.js";
 import { KEPT_S, Stage } from "./stage.js";
 import { Steering } from "./steer.js";
 import { Traffic } from "./traffic.js";
 
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
-const names = new Names();
+const names = new Names(), chosenModel = new URLSearchParams(location.search).get("model");
+const sharing = new Sharing(byId("sharing"), chosenModel);
+const ofModel = (path) => (chosenModel ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(chosenModel)}` : path);
 const drawer = new Drawer(byId("drawer"), stage, names, {
-  pathOf: (request) => `${explained}/requests/${encodeURIComponent(request)}/explain`,
+  pathOf: (request) => ofModel(`${explained}/requests/${encodeURIComponent(request)}/explain`),
   onStory: opened,
   onClose: () => setHash(""),
 });
@@ -28,7 +31,7 @@ const pick = (request) => setHash(`#request=${request}`);
 const gutterOf = (width) => (width > 700 ? 190 : 104);
 const lanes = new Lanes(byId("lanes"), stage, pick, gutterOf), list = new LaneList(byId("lane-list"), lanes, stage, names, pick);
 const queue = new Queue(byId("queue"), byId("queue-note"), stage, names, pick);
-const traffic = new Traffic(byId("traffic"), byId("traffic-note"), byId("traffic-answers"));
+const traffic = new Traffic(byId("traffic"), byId("traffic-note"), byId("traffic-answers"), ofModel("/v1/admin/traffic"));
 let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null, opening = 0;
 let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
@@ -138,6 +141,7 @@ function drawRest(now, known, at) {
   drawGauges(byId("gauges"), figures, stage.snapshot, blocks.counts, engine.max_num_seqs);
   drawLatencies(byId("latencies"), figures);
   drawLevels(byId("levels"), stage.snapshot);
+  sharing.draw(figures);
   drawTenants(byId("tenants"), stage.snapshot);
   queue.draw(now);
   list.draw(drawer.request);
@@ -163,7 +167,7 @@ function describe(model) {
 
 async function start() {
   try {
-    about = await ask("/v1/admin/about");
+    about = await ask(ofModel("/v1/admin/about"));
   } catch (error) {
     if (isKeyProblem(error.status)) return setStatus("key", error.status);
     setStatus("lost", error.message);
@@ -178,8 +182,8 @@ async function start() {
   } else {
     engine = about.engine;
     describe(about.model);
-    steering ??= new Steering(byId("steering"), about.policies);
-    follow("/v1/admin/watch?past=true", received, setStatus);
+    steering ??= new Steering(byId("steering"), about.policies, ofModel);
+    follow(ofModel("/v1/admin/watch?past=true"), received, setStatus);
   }
   linked();
 }
@@ -193,7 +197,7 @@ function linked() {
 
 function setHash(hash) {
   if (location.hash === hash) return linked();
-  history.replaceState(null, "", hash || location.pathname);
+  history.replaceState(null, "", hash || location.pathname + location.search);
   linked();
 }
 

@@ -5,8 +5,8 @@ import { ask } from "./feed.js";
 const DIAL = "/v1/admin/dial", POLICY = "/v1/admin/policy", EVERY_MS = 5000;
 
 export class Steering {
-  constructor(place, policies) {
-    this.place = place;
+  constructor(place, policies, ofModel) {
+    Object.assign(this, { place, dial: ofModel(DIAL), policyPath: ofModel(POLICY) });
     const find = (id) => place.querySelector(`#steer-${id}`);
     Object.assign(this, { position: find("position"), shown: find("shown"), kind: find("kind"), target: find("target") });
     Object.assign(this, { policy: find("policy"), note: find("note"), problem: find("problem") });
@@ -24,11 +24,11 @@ export class Steering {
   }
 
   async turn(setting) {
-    await this.attempt(async () => this.showDial(await ask(DIAL, setting)));
+    await this.attempt(async () => this.showDial(await ask(this.dial, setting)));
   }
 
   async change(name) {
-    await this.attempt(async () => this.showPolicy(await ask(POLICY, { policy: name })));
+    await this.attempt(async () => this.showPolicy(await ask(this.policyPath, { policy: name })));
   }
 
   async attempt(change) {
@@ -43,8 +43,8 @@ export class Steering {
 
   async refresh() {
     try {
-      this.showDial(await ask(DIAL));
-      this.showPolicy(await ask(POLICY));
+      this.showDial(await ask(this.dial));
+      this.showPolicy(await ask(this.policyPath));
       this.place.hidden = false;
     } catch (error) {
       this.note.textContent = error.message;

@@ -4,8 +4,8 @@
 import { events, headers } from "./feed.js";
 
 export class Traffic {
-  constructor(form, note, answers) {
-    Object.assign(this, { form, note, answers, going: null, ended: 0 });
+  constructor(form, note, answers, path) {
+    Object.assign(this, { form, note, answers, path, going: null, ended: 0 });
     this.stop = form.querySelector("#traffic-stop");
     this.stop.addEventListener("click", () => this.going?.abort());
     form.addEventListener("submit", (event) => {
@@ -24,7 +24,7 @@ export class Traffic {
     this.stop.hidden = false;
     this.note.className = "quiet";
     try {
-      const answer = await fetch("/v1/admin/traffic", {
+      const answer = await fetch(this.path, {
         method: "POST",
         headers: { "content-type": "application/json", ...headers() },
         body: JSON.stringify({ message, count }),
