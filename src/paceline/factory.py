@@ -61,9 +61,10 @@ if TYPE_CHECKING:
 
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
-    from paceline.models.spec import FurtherLayer
+    from paceline.models.spec import FurtherLayer, ModelSpec
     from paceline.runner.cpu import StepCompute
     from paceline.runner.drafts import Drafter
+    from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
@@ -499,9 +500,8 @@ def _on_gpu(
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.slab_memory import GPUSleeper
-    from paceline.runner.gpu.step_times import device_preemption_costs, measured_drafts, with_pace
+    from paceline.runner.gpu.step_times import measured_drafts
     from paceline.runner.guessers import open_guesser
-    from paceline.runner.sizing import block_seconds
     from paceline.runner.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
@@ -542,13 +542,8 @@ def _on_gpu(
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
     if drafts is not None:
         config = with_drafts(config, measured_drafts(runner, drafts))
-    wanted = given.get("step_target_ms") or config.scheduler.has_dial
-    if wanted or (interactive and "max_num_batched_tokens" not in given):
-        config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
-    if weighs_preemption(config):
-        block_s = block_seconds(config, runner.copy_out_and_back)
-        prices = device_preemption_costs(runner, config.scheduler, block_s)
-        config = with_costs(config, prices if disk is None else disk.with_rates(prices))
+    paced = given.get("step_target_ms") or (interactive and "max_num_batched_tokens" not in given)
+    config = _measured_on_gpu(config, runner, disk, spec, kv_dtype, paced=bool(paced))
     runner.host_places.pin_rest()
     hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)
@@ -562,6 +557,28 @@ def _on_gpu(
 def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
     """What KV depends on: a head keeps some of its own."""
     return None if drafts is None else (drafts.method, drafts.model)
+
+
+def _measured_on_gpu(
+    config: EngineConfig,
+    runner: GPURunner,
+    disk: StoreLevel | None,
+    spec: ModelSpec,
+    kv_dtype: torch.dtype,
+    *,
+    paced: bool,
+) -> EngineConfig:
+    """With what steps and copies cost, where anything is decided by it."""
+    from paceline.runner.gpu.step_times import device_preemption_costs, with_pace
+    from paceline.runner.sizing import block_seconds
+
+    if paced or config.scheduler.has_dial:
+        config = replace(config, scheduler=with_pace(config.scheduler, runner, spec, kv_dtype.itemsize))
+    if weighs_preemption(config):
+        block_s = block_seconds(config, runner.copy_out_and_back)
+        prices = device_preemption_costs(runner, config.scheduler, block_s)
+        config = with_costs(config, prices if disk is None else disk.with_rates(prices))
+    return config
 
 
 def _gpu_hardware(
