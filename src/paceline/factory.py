@@ -511,17 +511,10 @@ def _on_gpu(
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
     room = AdapterRoom.of(model, given.get("max_loras", 0))
-    load = partial(
-        build.load_parts,
-        checkpoint,
-        device,
-        dtype,
-        partial(on_progress, "loading weights"),
-        model.quantization,
-        kv_dtype if room is None else None,  # adapters know nothing of a file's scales
-    )
-    memory = None if shared is None else shared.device
-    home = None if memory is None else memory.home()
+    scaled = kv_dtype if room is None else None  # adapters know nothing of a file's scales
+    note = partial(on_progress, "loading weights")
+    load = partial(build.load_parts, checkpoint, device, dtype, note, model.quantization, scaled)
+    memory, home = (None, None) if shared is None else (shared.device, shared.device.home())
     parts = load(home)
     on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
