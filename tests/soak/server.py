@@ -49,6 +49,7 @@ FLAGS = {
     "max-num-seqs": "48",
     "decision-ring": "256",
     "max-num-batched-tokens": "256",
+    "request-timeout": "45",  # times that have not come are kept: soon as many as there will be
     "header-timeout": str(HEADER_TIMEOUT_S),
     "stalled-client-timeout": "2",
     "log-format": "json",

@@ -47,7 +47,7 @@ def good() -> Evidence:
         stalled=4,
         preemptions=7,
         moved=dict.fromkeys(MOVES, 1.0),
-        disk_bytes=1_000_000,
+        disk_bytes=500_000,
         at_rest=dict(AT_REST),
         memory={"http": [(second, 50_000 + second % 7) for second in range(600)]},
         before={"http": STATE, "engine": STATE},
