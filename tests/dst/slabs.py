@@ -43,9 +43,10 @@ class SlabMoves:
         have = set(self._engine.scheduler.state.kv.slabs.numbers())
         return [slab for slab in range(1, self._kv.num_blocks // self._kv.slab_blocks) if slab not in have]
 
-    def perhaps(self, runner: Runner) -> None:
+    def perhaps(self, runner: Runner) -> bool:
+        """Whether steps may have ended meanwhile."""
         if not self._kv.slab_blocks or self._rng.random() > 0.3:
-            return
+            return False
         engine, kv = self._engine, self._engine.scheduler.state.kv
         have, absent = kv.slabs.numbers(), self._absent()
         if absent and self._rng.random() < 0.5:
@@ -64,3 +65,4 @@ class SlabMoves:
             slab = self._rng.choice(have) if by_force else spare[0]
             lost = engine.move_slab(slab, gained=False)
             self._counts["slab lost by force" if by_force else "slab lost"] += lost
+        return True

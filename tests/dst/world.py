@@ -348,7 +348,8 @@ class World:
         self.changes.perhaps()
         self.trees.perhaps()
         self.adapters.perhaps()
-        self.slabs.perhaps(self.runner)
+        if self.slabs.perhaps(self.runner):
+            self.receive(self.engine.scheduler.take_events())
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
         if rng.random() < traffic.add and (not len(self.engine.scheduler.state.queue) or rng.random() < 0.1):
             for _ in range(min(rng.randint(1, traffic.burst), traffic.crowd - len(self.live))):
