@@ -384,7 +384,8 @@ class Engine:
 
     def move_slab(self, number: int, *, gained: bool) -> bool:
         """Blocks come from another model or go to it. False: a copy under way needs some of those that should go."""
-        if not gained and not self.scheduler.state.kv.slabs.can_lose(number):
+        state = self.scheduler.state
+        if not gained and (not state.kv.slabs.can_lose(number) or state.rows.num_reserved):
             while self._in_flight:
                 self._wait()
         return self.scheduler.move_slab(number, gained=gained)

@@ -14,6 +14,7 @@ from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
 from paceline.kv.delta import KVDelta
 from paceline.scheduler.state import Join, SchedulerState
+from paceline.scheduler.step.admission import largest_unreserved, reserved_full
 from paceline.scheduler.step.columns import build_joins
 
 MAX_STEP_FAILURES = 2  # a request whose step failed is tried once more before it ends
@@ -103,12 +104,23 @@ def move_slab(state: SchedulerState, slab: int, *, gained: bool) -> bool:
     for row in rows:
         _restart(state, row, False, Rule.SLAB)
     state.kv.settle()
-    if not slabs.can_lose(slab):  # more is promised than would be left
+    if not slabs.can_lose(slab) or not _is_room_beside_reserved(state, slabs.size):
         for row in np.flatnonzero(state.rows.reserved).tolist():
             _restart(state, row, False, Rule.SLAB)
         state.kv.settle()
     slabs.lose(slab)
     return True
+
+
+def _is_room_beside_reserved(state: SchedulerState, lost: int) -> bool:
+    """Whether every other row can still come to its end, one after the other, with so many blocks less."""
+    if not state.rows.num_reserved:
+        return True
+    taken = reserved_full(state)
+    return all(
+        group.pool.usable - lost >= taken[group.index] + largest_unreserved(state, group.index)
+        for group in state.kv.groups
+    )
 
 
 def _restart(state: SchedulerState, row: int, took_part: bool, rule: Rule = Rule.STEP_FAILED) -> None:

@@ -310,7 +310,7 @@ class Admission:
     def _full_length_beside_reserved(self, request: Request, group: LayerGroup) -> tuple[int, int]:
         """Blocks a request may come to need, and those left beside the full length of all that is reserved."""
         most = self._state.kv.full_need(request.max_total)[group.index]
-        return most, group.pool.usable - self._reserved_full()[group.index]
+        return most, group.pool.usable - reserved_full(self._state)[group.index]
 
     def _judge_full_length(
         self, request: Request, promised: int, ahead: RequestId, start: CachedStart | None
@@ -320,12 +320,12 @@ class Admission:
         Reservations take at most half the pool, unless there is only one.
         """
         kv, figures = self._state.kv, (NO_NUMBER, NO_NUMBER, 0)
-        full, reserved = kv.full_need(request.max_total), self._reserved_full()
+        full, reserved = kv.full_need(request.max_total), reserved_full(self._state)
         for group, most, taken in zip(kv.groups, full, reserved, strict=True):
             usable = group.pool.usable
             need = min(most + 1, usable)
             half = usable // 2 - taken if taken else usable
-            beside = usable - taken - self._largest_unreserved(group.index)
+            beside = usable - taken - largest_unreserved(self._state, group.index)
             free = min(group.free_for(None) - promised, half, beside)
             figures = (need, free, promised)
             if need > free:
@@ -357,19 +357,21 @@ class Admission:
             tuple(min(need + 1, group.pool.usable) for need, group in zip(full, kv.groups, strict=True)),
         )
 
-    def _reserved_full(self) -> Needs:
-        """Blocks the reserved rows may hold at most, per group."""
-        rows, kv = self._state.rows, self._state.kv
-        if not rows.num_reserved:
-            return (0,) * len(kv.groups)
-        totals = [0] * len(kv.groups)
-        for row in rows.reserved[: rows.high].nonzero()[0].tolist():
-            for index, need in enumerate(kv.full_need(int(rows.max_len[row]))):
-                totals[index] += min(need + 1, kv.groups[index].pool.usable)
-        return tuple(totals)
 
-    def _largest_unreserved(self, group: int) -> int:
-        """Most blocks one of the running rows without a reservation may come to need."""
-        rows = self._state.rows
-        limits = rows.max_len[rows.live & ~rows.reserved]
-        return self._state.kv.full_need(int(limits.max()))[group] if len(limits) else 0
+def reserved_full(state: SchedulerState) -> Needs:
+    """Blocks the reserved rows may hold at most, per group."""
+    rows, kv = state.rows, state.kv
+    if not rows.num_reserved:
+        return (0,) * len(kv.groups)
+    totals = [0] * len(kv.groups)
+    for row in rows.reserved[: rows.high].nonzero()[0].tolist():
+        for index, need in enumerate(kv.full_need(int(rows.max_len[row]))):
+            totals[index] += min(need + 1, kv.groups[index].pool.usable)
+    return tuple(totals)
+
+
+def largest_unreserved(state: SchedulerState, group: int) -> int:
+    """Most blocks one of the running rows without a reservation may come to need."""
+    rows = state.rows
+    limits = rows.max_len[rows.live & ~rows.reserved]
+    return state.kv.full_need(int(limits.max()))[group] if len(limits) else 0
