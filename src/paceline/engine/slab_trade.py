@@ -52,13 +52,13 @@ class SlabTrade:
         """Take at most `count` slabs that other models can do without; returns how many there were."""
         taken = 0
         for donor in self.market.donors(owner, self._is_short):
-            spare = self.engines[donor].scheduler.state.kv.slabs.spare()
-            for slab in spare[: self.market.above_floor(donor)]:
+            state = self.engines[donor].scheduler.state
+            if state.rows.num_reserved:  # they would have to be preempted where others need room beside them
+                continue
+            for slab in state.kv.slabs.spare()[: self.market.above_floor(donor)]:
                 if taken == count or not self.market.may_take(owner):
                     break
-                self._lose(slab, donor)
-                self._gain(owner)
-                taken += 1
+                taken += self._lose(slab, donor) and self._gain(owner)
         self.num_reclaimed += taken
         return taken
 
