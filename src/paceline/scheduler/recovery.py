@@ -85,6 +85,7 @@ def let_go(state: SchedulerState) -> None:
     kv.reset_cache()
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.num_sleeps += 1
 
 
 def is_slab_in_use(state: SchedulerState, slab: int) -> bool:

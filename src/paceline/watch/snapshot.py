@@ -6,6 +6,7 @@ steps of a trace, followed up to the same moment, must give the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.counters import LEVELS, LevelUse
 from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
+from paceline.kv.block_pool import ABSENT
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.waiting_queue import first
 
@@ -59,7 +61,7 @@ class Snapshot:
     left: tuple[int, ...]  # rows left since the newest step was submitted: the next plan says so
     waiting: tuple[Waiting, ...]  # the first of them, in the policy's order
     num_waiting: int
-    # By layer group: FREE, CACHED, HELD or SHARED; the null block is left out.
+    # By layer group: FREE, CACHED, HELD or SHARED; the null block is left out, and so is what other models have.
     blocks: tuple[NDArray[np.uint8], ...]
     below: tuple[LevelUse, ...]  # levels below the device that have places
     saved: int  # blocks that sharing saves: references beyond the first
@@ -175,4 +177,18 @@ def _saved(refs: NDArray[np.int32]) -> int:
 
 def _blocks(refs: NDArray[np.int32], cached: NDArray[np.bool_]) -> NDArray[np.uint8]:
     held, shared = (refs[1:] > 0).view(np.uint8), (refs[1:] > 1).view(np.uint8)
-    return HELD * held + shared + (cached[1:].view(np.uint8) > held) * np.uint8(CACHED)
+    kinds = HELD * held + shared + (cached[1:].view(np.uint8) > held) * np.uint8(CACHED)
+    here = refs[1:] != ABSENT
+    return kinds if here.all() else kinds[here]
+
+
+def places_here(refs: NDArray[np.int32], blocks: Sequence[int]) -> list[int]:
+    """Where these blocks are in `Snapshot.blocks`; those that other models have are in none."""
+    if not blocks:
+        return []
+    here = refs != ABSENT
+    found = np.array(blocks, np.int64)
+    places: list[int] = (
+        np.cumsum(here)[found[here[found]]] - 2
+    ).tolist()  # the null block counts and is left out
+    return places

@@ -21,7 +21,7 @@ from paceline.core.fast import value
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
 from paceline.scheduler.state import Flight, SchedulerState
-from paceline.watch.snapshot import Snapshot, snapshot_of
+from paceline.watch.snapshot import Snapshot, places_here, snapshot_of
 
 Watch = Callable[[SchedulerState], RunWatcher]  # makes the watcher of the engine with that state
 MOST_STEPS = 4096  # notes between two deltas
@@ -81,7 +81,7 @@ Column = list[int]
 class Changes:
     """What changed, and in which of the steps: columns as well, the first of each with places in `Steps`, in order."""
 
-    cleared: tuple[Column]  # a step failed before it: all rows were empty then
+    cleared: tuple[Column]  # a step failed before it, or the model slept: all rows were empty then
     leaves: tuple[Column, Column]  # rows
     joins: tuple[Column, Column, Column]  # rows, requests
     spans: tuple[Column, Column, Column]  # rows, tokens
@@ -105,7 +105,7 @@ class TraceDelta:
     dropped: int  # steps without a note
     # By layer group: blocks whose prefix was evicted, by place in `Snapshot.blocks`.
     evicted: tuple[tuple[int, ...], ...]
-    cleared: bool  # a step failed after the newest one of these
+    cleared: bool  # a step failed after the newest one of these, or the model slept
     ended: tuple[Noted, ...]  # endings since the newest step; the next one notes them too
     snapshot: Snapshot
 
@@ -143,7 +143,8 @@ class StepTrace:
         self._done: deque[Done] = deque()
         self._last_done: Done | None = None  # of all steps
         self._dropped = 0
-        self._cleared = False
+        self._cleared = False  # a step failed since the newest note
+        self._sleeps = state.num_sleeps  # as of that note
         self._filling: NDArray[np.bool_] = _NO_ROWS  # rows that decode only padding, as of the last delta
         self._evicted = self._num_evicted()  # as of the last delta
 
@@ -178,7 +179,7 @@ class StepTrace:
                 plan,
                 decisions,
                 time_s,
-                self._cleared,
+                self._is_cleared(),
                 state.flights[-1] if state.flights else None,
                 state.rows.num_live,
                 self._num_waiting,
@@ -189,7 +190,7 @@ class StepTrace:
         self._counts.append(1)
         self._until_s.append(time_s)
         self._awaited.add(plan.seq)
-        self._cleared = False
+        self._cleared, self._sleeps = False, state.num_sleeps
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         self._last_done = (seq, time_s, failed)
@@ -220,7 +221,7 @@ class StepTrace:
             done=tuple(self._done),
             dropped=self._dropped,
             evicted=moment.evicted,
-            cleared=self._cleared,
+            cleared=self._is_cleared(),
             ended=moment.ended,
             snapshot=moment.snapshot,
         )
@@ -231,12 +232,17 @@ class StepTrace:
         self._evicted = moment.num_evicted
         return delta
 
+    def _is_cleared(self) -> bool:
+        """Whether all rows have been empty since the newest note."""
+        return self._cleared or self._state.num_sleeps != self._sleeps
+
     def _newly_evicted(self) -> tuple[tuple[int, ...], ...]:
         """The newest of them where there were very many."""
         found = []
         for pool, seen in zip(self._pools, self._evicted, strict=True):
             last = list(pool.evicted_last) if pool.num_evicted > seen else []
-            found.append(tuple(block - 1 for block in last[-(pool.num_evicted - seen) :]))
+            last = last[-(pool.num_evicted - seen) :]
+            found.append(tuple(places_here(pool.refs, last)))
         return tuple(found)
 
     def _num_evicted(self) -> tuple[int, ...]:
