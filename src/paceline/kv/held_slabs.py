@@ -26,12 +26,9 @@ class HeldSlabs:
     ) -> None:
         self._groups = groups
         self.size = size
-        self._least_blocks = least_blocks
+        # Blocks that each group has at least, whatever models beside this one do.
+        self.least_usable = tuple(least_blocks or group.pool.usable for group in groups)
         self._under_way = under_way
-
-    def least_usable(self) -> tuple[int, ...]:
-        """Blocks that each group has at least, whatever models beside this one do."""
-        return tuple(self._least_blocks or group.pool.usable for group in self._groups)
 
     def numbers(self) -> list[int]:
         """Those that are here."""

@@ -141,7 +141,7 @@ class KVManager:
         """Whether a sequence of `max_total` tokens fits into an empty cache, at its smallest."""
         whole = (self.blocks_for(max_total),) * len(self.groups)
         needs = whole if self._at_once else self.full_need(max_total)
-        return all(need <= most for need, most in zip(needs, self.slabs.least_usable(), strict=True))
+        return all(need <= most for need, most in zip(needs, self.slabs.least_usable, strict=True))
 
     def missing(self, row: int, num_slots: int) -> int:
         """Blocks each group's table lacks to hold `num_slots` tokens of a row (tables grow alike)."""

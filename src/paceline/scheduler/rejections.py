@@ -61,7 +61,7 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         )
         return Rejection([request], Rule.CONTEXT_LENGTH, NeverFits(message, param="max_tokens"))
     if not state.kv.can_ever_hold(request.max_total):
-        slots = min(state.kv.slabs.least_usable()) * state.kv.block_size
+        slots = min(state.kv.slabs.least_usable) * state.kv.block_size
         message = (
             f"{request.max_total} tokens do not fit into a KV cache of {slots} even when it is empty; "
             "ask for fewer tokens or give the cache more blocks"

@@ -524,7 +524,7 @@ class Scheduler:
         return None if forecast is None else late_rejection(request, forecast)
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
-        kv, usable = self.state.kv, min(self.state.kv.slabs.least_usable())
+        kv, usable = self.state.kv, min(self.state.kv.slabs.least_usable)
         for request in requests:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1

@@ -111,7 +111,7 @@ def test_what_is_cached_in_a_slab_goes_with_it_and_rows_are_computed_again() -> 
 def test_a_request_must_fit_when_the_pool_is_smallest() -> None:
     bench = slab_bench()
     kv = bench.engine.scheduler.state.kv
-    assert kv.can_ever_hold(28) and kv.slabs.least_usable() == (8,) and not kv.can_ever_hold(33)
+    assert kv.can_ever_hold(28) and kv.slabs.least_usable == (8,) and not kv.can_ever_hold(33)
 
 
 def test_sizes_of_a_model_follow_from_what_is_shared() -> None:

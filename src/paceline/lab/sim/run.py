@@ -366,7 +366,7 @@ class SharedDevice(Simulation):
         if not kv.slabs.size:
             return None
         pool = kv.groups[0].pool
-        num_slabs, floor = pool.num_blocks // kv.slabs.size, min(kv.slabs.least_usable()) // kv.slabs.size
+        num_slabs, floor = pool.num_blocks // kv.slabs.size, min(kv.slabs.least_usable) // kv.slabs.size
         owners = [
             Owner(name=name, share=share, floor=floor, ceiling=num_slabs)
             for name, share in self._config.models
