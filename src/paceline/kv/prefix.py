@@ -48,12 +48,6 @@ class PrefixCache:
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
         block_of, key_of = self._block_of, self._key_of
-        names = [key.key for key in keys]
-        is_new = block_of.keys().isdisjoint(names) and key_of.keys().isdisjoint(blocks)
-        if is_new and len(set(names)) == len(names):  # mostly so: no look at each
-            block_of.update(zip(names, blocks, strict=True))
-            key_of.update(zip(blocks, keys, strict=True))
-            return list(blocks)
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
