@@ -7,7 +7,7 @@ same memory holds as float32 and as int8, and decode steps over both in turns.
 
     python -m benchmarks.cpu_kernels kernels
     python -m benchmarks.cpu_kernels draw
-    python -m benchmarks.cpu_kernels step [--context 140] [--threads 2] [--model FILE]
+    python -m benchmarks.cpu_kernels step [--context 140] [--threads 2] [--rows 32] [--model FILE]
     python -m benchmarks.cpu_kernels kv [--context 1000] [--threads 2] [--rounds 5] [--model FILE]
 """
 
@@ -292,6 +292,7 @@ class Steps:
 @bench.part(
     flag("--context", 140, "tokens each row has"),
     flag("--threads", 2, "threads of the second column"),
+    flag("--rows", 32, "most rows of a step"),
     flag("--model", None, "file or folder; the default model"),
 )
 def step(given: Given) -> Found:
@@ -302,11 +303,12 @@ def step(given: Given) -> Found:
     found: Found = {"context": given.context}
     table("rows", "1 thread ms", f"{given.threads} threads ms", "tok/s")
     for threads in (1, given.threads):
-        steps = Steps(model, loaded, threads, 32, given.context + 200)
+        steps = Steps(model, loaded, threads, given.rows, given.context + 200)
         for start in range(0, given.context, 64):
-            for number in range(0, 32, 8):
-                steps.run(number + 8, start, min(64, given.context - start))
+            steps.run(given.rows, start, min(64, given.context - start))
         for rows, times in ((1, 60), (2, 40), (4, 30), (8, 20), (16, 12), (32, 8)):
+            if rows > given.rows:
+                break
             found.setdefault(str(rows), []).append(steps.milliseconds(rows, given.context, 1, times))
         found.setdefault("prompt of 108", []).append(steps.milliseconds(1, 0, 108, 8))
         steps.step.close()

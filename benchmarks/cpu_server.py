@@ -200,15 +200,16 @@ def load(given: Given) -> Found:
 async def all_levels(
     send: Send, levels: list[int], requests: int, prompt_tokens: int, url: str | None
 ) -> list[Found]:
-    prompts = make_prompts(max(levels) * requests)
-    async for _ in send(prompts[-1]):  # warm up
+    prompts = make_prompts(sum(levels) * requests + 1)
+    async for _ in send(prompts.pop()):  # warm up
         pass
     await asyncio.sleep(2.0)  # until the metrics count it
     clock = steps_clock(url)
     table("clients", "requests", "output tok/s", "total tok/s", "TTFT p50", "ITL p50", "ITL p99", "outside")
     results = []
     for level in levels:
-        given = prompts[: level * requests]
+        # None comes twice: llama.cpp keeps what it computed for a prompt.
+        given, prompts = prompts[: level * requests], prompts[level * requests :]
         results.append(await closed_loop(send, given, level, prompt_tokens, clock))
         row(*results[-1].values())
     return results

@@ -13,6 +13,7 @@ from paceline.runner.native.kernels.rowwise import exp
 from paceline.runner.native.kernels.scalars import get_int
 from paceline.runner.native.kernels.simd import (
     add,
+    fma_quads,
     fma_rows,
     largest,
     load_floats,
@@ -42,16 +43,16 @@ def block_at(table, number, subs, kv, block_bytes):
 
 
 @kernel
-def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores, step, out):
-    """Query vectors every `dim` floats at `queries`; each may see tokens `first[row]` to `end[row]`, two addresses.
+def attend(zero, queries, begins, ends, table, subs, kv, block_bytes, dim, scores, step, out):
+    """Query vectors every `dim` floats at `queries`; each may see tokens `begins[row]` to `ends[row]`, two addresses.
 
     The result goes to `out`, a row every `dim` floats. `scores` has room for all sub-blocks of each row.
     """
     rows = len(zero)
-    low, high = get_int(first), get_int(end)
+    low, high = get_int(begins), get_int(ends)
     for row in range(1, rows):
-        low = min(low, get_int(first + 8 * row))
-        high = max(high, get_int(end + 8 * row))
+        low = min(low, get_int(begins + 8 * row))
+        high = max(high, get_int(ends + 8 * row))
     begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
     block = begin
     if HAS_ROOM:
@@ -64,16 +65,15 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
         sums = zero
         at = queries
         for _ in range(dim // 4):
-            sums = fma_rows(sums, load_floats(keys), at, dim * 4)
-            sums = fma_rows(sums, load_floats(keys + 64), at + 4, dim * 4)
-            sums = fma_rows(sums, load_floats(keys + 128), at + 8, dim * 4)
-            sums = fma_rows(sums, load_floats(keys + 192), at + 12, dim * 4)
+            first, second = load_floats(keys), load_floats(keys + 64)
+            third, fourth = load_floats(keys + 128), load_floats(keys + 192)
+            sums = fma_quads(sums, first, second, third, fourth, at, dim * 4)
             keys += 256
             at += 16
         store_rows(sums, scores + 64 * (block - begin), step)
         block += 1
     for row in range(rows):
-        softmax(scores + row * step, get_int(first + 8 * row), get_int(end + 8 * row), begin, stop)
+        softmax(scores + row * step, get_int(begins + 8 * row), get_int(ends + 8 * row), begin, stop)
     for d in range(0, dim * 4, 64):
         store_rows(zero, out + d, dim * 4)
     for block in range(begin, stop):
@@ -92,10 +92,9 @@ def attend(zero, queries, first, end, table, subs, kv, block_bytes, dim, scores,
             sums = load_rows(zero, out + d, dim * 4)
             value, weight = values + d + start * dim * 4, weights + 4 * start
             for _ in range((count - start) // 4):
-                sums = fma_rows(sums, load_floats(value), weight, step)
-                sums = fma_rows(sums, load_floats(value + dim * 4), weight + 4, step)
-                sums = fma_rows(sums, load_floats(value + dim * 8), weight + 8, step)
-                sums = fma_rows(sums, load_floats(value + dim * 12), weight + 12, step)
+                first, second = load_floats(value), load_floats(value + dim * 4)
+                third, fourth = load_floats(value + dim * 8), load_floats(value + dim * 12)
+                sums = fma_quads(sums, first, second, third, fourth, weight, step)
                 value += dim * 16
                 weight += 16
             for _ in range((count - start) % 4):

@@ -6,91 +6,90 @@ a tile. From `MANY` rows on a 4-bit panel is unpacked once into bytes that stay 
 
 from __future__ import annotations
 
-from paceline.runner.native.kernels.emit import kernel
+from typing import Any
+
+from paceline.runner.native.kernels.emit import PARTS, kernel
 from paceline.runner.native.kernels.simd import (
-    add_scaled,
-    dots,
-    fma_rows,
+    ALL,
+    FIRST,
+    NIBBLES,
+    SECOND,
+    SIGNED,
+    UNPACKED,
+    add_group,
+    fma_quads,
     high_nibbles,
     load_brains,
     load_bytes,
     load_floats,
     load_halves,
     low_nibbles,
-    start_counts,
     store_bytes,
     store_floats,
     store_rows,
     zeros,
 )
-from paceline.runner.native.layout import BF16, F16, F32, INPUT_SCALES, Q4, Q8
+from paceline.runner.native.layout import (
+    BF16,
+    F16,
+    F32,
+    INPUT_SCALES,
+    Q4,
+    Q4_GROUP,
+    Q4_UNPACKED,
+    Q8,
+    Q8_GROUP,
+)
 
 MANY = 8  # rows
 _SCALES = 4 * INPUT_SCALES  # bytes of the scales of a tile and group
 
 
-@kernel
-def _tile4(sums, w, x, scales, groups):
-    """A tile of up to four rows with a panel of 4 bits."""
-    for _ in range(groups):
-        counts = start_counts(sums, scales, False)
-        v = load_bytes(w)
-        counts = dots(counts, low_nibbles(v), x, False)
-        counts = dots(counts, high_nibbles(v), x + 64, False)
-        v = load_bytes(w + 64)
-        counts = dots(counts, low_nibbles(v), x + 16, False)
-        counts = dots(counts, high_nibbles(v), x + 80, False)
-        v = load_bytes(w + 128)
-        counts = dots(counts, low_nibbles(v), x + 32, False)
-        counts = dots(counts, high_nibbles(v), x + 96, False)
-        v = load_bytes(w + 192)
-        counts = dots(counts, low_nibbles(v), x + 48, False)
-        counts = dots(counts, high_nibbles(v), x + 112, False)
-        sums = add_scaled(sums, counts, w + 256, scales, True)
-        w += 320
-        x += 128
-        scales += _SCALES
-    return sums
+def _tile(form: int, size: int, columns: int) -> Any:
+    """A tile of up to four rows with some columns of a panel, whose groups have `size` bytes."""
+
+    @kernel
+    def tile(sums, w, x, scales, groups):
+        for _ in range(groups):
+            sums = add_group(sums, w, x, scales, form, columns)
+            w += size
+            x += 128
+            scales += _SCALES
+        return sums
+
+    return tile
+
+
+# Sums and counts of three or four rows are as many vectors as some processors have registers: there the columns of a
+# tile are computed in two halves.
+_IN_HALVES = len(PARTS) > 1
+_tile4, _first4, _second4 = (_tile(NIBBLES, Q4_GROUP, columns) for columns in (ALL, FIRST, SECOND))
+_tile8, _first8, _second8 = (_tile(SIGNED, Q8_GROUP, columns) for columns in (ALL, FIRST, SECOND))
+_whole, _first, _second = (_tile(UNPACKED, Q4_UNPACKED, columns) for columns in (ALL, FIRST, SECOND))
 
 
 @kernel
-def _tile8(sums, w, x, scales, groups):
-    """A tile with a panel of 8 bits."""
-    for _ in range(groups):
-        counts = start_counts(sums, scales, True)
-        counts = dots(counts, load_bytes(w), x, True)
-        counts = dots(counts, load_bytes(w + 64), x + 16, True)
-        counts = dots(counts, load_bytes(w + 128), x + 32, True)
-        counts = dots(counts, load_bytes(w + 192), x + 48, True)
-        counts = dots(counts, load_bytes(w + 256), x + 64, True)
-        counts = dots(counts, load_bytes(w + 320), x + 80, True)
-        counts = dots(counts, load_bytes(w + 384), x + 96, True)
-        counts = dots(counts, load_bytes(w + 448), x + 112, True)
-        sums = add_scaled(sums, counts, w + 512, scales, True)
-        w += 576
-        x += 128
-        scales += _SCALES
-    return sums
+def _tall4(sums, w, x, scales, groups):
+    """Three or four rows with a panel of 4 bits."""
+    if _IN_HALVES:
+        return _second4(_first4(sums, w, x, scales, groups), w, x, scales, groups)
+    return _tile4(sums, w, x, scales, groups)
 
 
 @kernel
-def _tile_unpacked(sums, w, x, scales, groups):
-    """A tile with a panel that `_unpack` has made."""
-    for _ in range(groups):
-        counts = start_counts(sums, scales, False)
-        counts = dots(counts, load_bytes(w), x, False)
-        counts = dots(counts, load_bytes(w + 64), x + 16, False)
-        counts = dots(counts, load_bytes(w + 128), x + 32, False)
-        counts = dots(counts, load_bytes(w + 192), x + 48, False)
-        counts = dots(counts, load_bytes(w + 256), x + 64, False)
-        counts = dots(counts, load_bytes(w + 320), x + 80, False)
-        counts = dots(counts, load_bytes(w + 384), x + 96, False)
-        counts = dots(counts, load_bytes(w + 448), x + 112, False)
-        sums = add_scaled(sums, counts, w + 512, scales, False)
-        w += 640
-        x += 128
-        scales += _SCALES
-    return sums
+def _tall8(sums, w, x, scales, groups):
+    """The same with a panel of 8 bits."""
+    if _IN_HALVES:
+        return _second8(_first8(sums, w, x, scales, groups), w, x, scales, groups)
+    return _tile8(sums, w, x, scales, groups)
+
+
+@kernel
+def _unpacked(sums, w, x, scales, groups):
+    """The same with a panel that `_unpack` has made."""
+    if _IN_HALVES:
+        return _second(_first(sums, w, x, scales, groups), w, x, scales, groups)
+    return _whole(sums, w, x, scales, groups)
 
 
 @kernel
@@ -113,19 +112,19 @@ def _panel4(w, x, scales, rows, inputs, out, step, unpacked):
     if rows >= MANY:
         _unpack(w, unpacked, groups)
         while rows >= 4:
-            store_rows(_tile_unpacked(zeros(4), unpacked, x, scales, groups), out, step)
+            store_rows(_unpacked(zeros(4), unpacked, x, scales, groups), out, step)
             x += 4 * inputs
             scales += _SCALES * groups
             out += 4 * step
             rows -= 4
     elif rows >= 4:
-        store_rows(_tile4(zeros(4), w, x, scales, groups), out, step)
+        store_rows(_tall4(zeros(4), w, x, scales, groups), out, step)
         x += 4 * inputs
         scales += _SCALES * groups
         out += 4 * step
         rows -= 4
     if rows == 3:
-        store_rows(_tile4(zeros(3), w, x, scales, groups), out, step)
+        store_rows(_tall4(zeros(3), w, x, scales, groups), out, step)
     elif rows == 2:
         store_rows(_tile4(zeros(2), w, x, scales, groups), out, step)
     elif rows == 1:
@@ -136,13 +135,13 @@ def _panel4(w, x, scales, rows, inputs, out, step, unpacked):
 def _panel8(w, x, scales, rows, inputs, out, step):
     groups = inputs // 32
     while rows >= 4:
-        store_rows(_tile8(zeros(4), w, x, scales, groups), out, step)
+        store_rows(_tall8(zeros(4), w, x, scales, groups), out, step)
         x += 4 * inputs
         scales += _SCALES * groups
         out += 4 * step
         rows -= 4
     if rows == 3:
-        store_rows(_tile8(zeros(3), w, x, scales, groups), out, step)
+        store_rows(_tall8(zeros(3), w, x, scales, groups), out, step)
     elif rows == 2:
         store_rows(_tile8(zeros(2), w, x, scales, groups), out, step)
     elif rows == 1:
@@ -151,22 +150,28 @@ def _panel8(w, x, scales, rows, inputs, out, step):
 
 @kernel
 def dense_tile(sums, kind, w, x, inputs, x_step):
-    """A tile with a panel of 16 or 32 bits; inputs are floats, a row every `x_step` bytes."""
+    """A tile with a panel of 16 or 32 bits; inputs are floats, a multiple of four, a row every `x_step` bytes."""
     if kind == F32:
-        for _ in range(inputs):
-            sums = fma_rows(sums, load_floats(w), x, x_step)
-            w += 64
-            x += 4
+        for _ in range(inputs // 4):
+            first, second = load_floats(w), load_floats(w + 64)
+            third, fourth = load_floats(w + 128), load_floats(w + 192)
+            sums = fma_quads(sums, first, second, third, fourth, x, x_step)
+            w += 256
+            x += 16
     elif kind == BF16:
-        for _ in range(inputs):
-            sums = fma_rows(sums, load_brains(w), x, x_step)
-            w += 32
-            x += 4
+        for _ in range(inputs // 4):
+            first, second = load_brains(w), load_brains(w + 32)
+            third, fourth = load_brains(w + 64), load_brains(w + 96)
+            sums = fma_quads(sums, first, second, third, fourth, x, x_step)
+            w += 128
+            x += 16
     elif kind == F16:
-        for _ in range(inputs):
-            sums = fma_rows(sums, load_halves(w), x, x_step)
-            w += 32
-            x += 4
+        for _ in range(inputs // 4):
+            first, second = load_halves(w), load_halves(w + 32)
+            third, fourth = load_halves(w + 64), load_halves(w + 96)
+            sums = fma_quads(sums, first, second, third, fourth, x, x_step)
+            w += 128
+            x += 16
     return sums
 
 

@@ -396,6 +396,31 @@ def fma_rows(typing, sums, vector, at, step):
 
 
 @intrinsic
+def fma_quads(typing, sums, first, second, third, fourth, at, step):
+    """`fma_rows` of four vectors, in order, with numbers that stand beside each other.
+
+    NEON multiplies by a lane of a register: it loads the four numbers of a row at once.
+    """
+
+    def generate(context, b, signature, values):
+        rows = _rows(b, values[0], sums.count)
+        starts = [_stride(b, values[5], values[6], row) for row in range(sums.count)]
+        if ISA.name == "neon":
+            quads = [load_at(b, start, FLOATS) for start in starts]
+        for index, vector in enumerate(values[1:5]):
+            if ISA.name == "neon":
+                factors = [pick_lanes(b, quad, [index] * WIDTH) for quad in quads]
+            else:
+                factors = [broadcast(b, load_at(b, start, F32, 4 * index)) for start in starts]
+            for part, register in enumerate(registers_of(b, vector)):
+                for row, factor in zip(rows, factors, strict=True):
+                    row[part] = fused(b, register, factor, row[part])
+        return _bundle(context, b, sums, rows)
+
+    return sums(sums, floats, floats, floats, floats, address, address), generate
+
+
+@intrinsic
 def load_rows(typing, like, at, step):
     def generate(context, b, signature, values):
         rows = []
@@ -428,21 +453,25 @@ def dots(typing, counts, weights, at, signed):
 
     def generate(context, b, signature, values):
         rows, parts = _rows(b, values[0], counts.count), registers_of(b, values[1])
-        if ISA.name == "neon":  # one load for all rows; the product then takes a row's lane
-            quads = load_at(b, values[2], ir.VectorType(I32, 4))
-            inputs = [b.bitcast(pick_lanes(b, quads, [row] * 4), BYTES) for row in range(counts.count)]
-        else:
-            inputs = [
-                b.bitcast(broadcast(b, load_at(b, values[2], I32, 4 * row)), BYTES)
-                for row in range(counts.count)
-            ]
-        dot = (_SIGNED_DOTS if signed.literal_value else _DOTS)[ISA.name]
-        for part in PARTS:
-            for row in range(counts.count):
-                rows[row][part] = dot(b, rows[row][part], parts[part], inputs[row])
+        _dot(b, rows, dict(enumerate(parts)), values[2], 0, signed.literal_value)
         return _bundle(context, b, counts, rows)
 
     return counts(counts, octets, address, signed), generate
+
+
+def _dot(b: Any, rows: list[list[Any]], weights: dict[int, Any], at: Any, offset: int, signed: bool) -> None:
+    """Add to some parts of `rows`, those that `weights` has, in place."""
+    if ISA.name == "neon":  # one load for all rows; the product then takes a row's lane
+        quads = load_at(b, at, ir.VectorType(I32, 4), offset)
+        inputs = [b.bitcast(pick_lanes(b, quads, [row] * 4), BYTES) for row in range(len(rows))]
+    else:
+        inputs = [
+            b.bitcast(broadcast(b, load_at(b, at, I32, offset + 4 * row)), BYTES) for row in range(len(rows))
+        ]
+    dot = (_SIGNED_DOTS if signed else _DOTS)[ISA.name]
+    for part, weight in weights.items():
+        for row, given in zip(rows, inputs, strict=True):
+            row[part] = dot(b, row[part], weight, given)
 
 
 def _neon_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
@@ -488,51 +517,97 @@ _DOTS = {
 _SIGNED_DOTS = _DOTS | {"avx512": _vnni_signed_dot, "avxvnni": _vnni_signed_dot, "avx2": _avx2_signed_dot}
 
 
+# Turning integers into floats takes NEON twice as long as other operations. There counts begin at the bits of a float
+# whose last bit is worth 1: what is added to the bits is added to the float, as long as it is less than 2**22, and what
+# is left when the float is taken off again is exact.
+_IS_FLOAT_START = ISA.name == "neon"
+_FLOAT_START, _FLOAT_START_BITS = 3 << 22, 0x4B400000
+
+
+def _counted(b: Any, counts: Any) -> Any:
+    """What `dots` counted, as floats."""
+    if _IS_FLOAT_START:
+        return b.fsub(b.bitcast(counts, FLOATS), constant(FLOATS, float(_FLOAT_START)))
+    return b.sitofp(counts, FLOATS)
+
+
 @intrinsic(prefer_literal=True)
 def start_counts(typing, like, inputs, signed):
     """Integers for as many rows: what `dots` counts from in a group whose input scales stand at `inputs`."""
     kind = types.UniTuple(ints, like.count)
 
     def generate(context, b, signature, values):
-        if signed.literal_value and _SIGNED_DOTS[ISA.name] is _vnni_signed_dot:
-            starts = [
-                broadcast(b, load_at(b, values[1], I32, INPUT_SCALES * row + 8)) for row in range(like.count)
-            ]
-            return _bundle(context, b, kind, [[start] * len(PARTS) for start in starts])
-        return _bundle(context, b, kind, [[constant(INTS, 0) for _ in PARTS]] * kind.count)
+        return _bundle(context, b, kind, _starts(b, like.count, values[1], signed.literal_value))
 
     return kind(like, address, signed), generate
 
 
-@intrinsic(prefer_literal=True)
-def add_scaled(typing, sums, counts, weights, inputs, is_half):
-    """sums[row][column] += counts * scale * input scale + offset * input sum, in this order.
+def _starts(b: Any, rows: int, inputs: Any, signed: bool) -> list[list[Any]]:
+    if signed and _SIGNED_DOTS[ISA.name] is _vnni_signed_dot:
+        starts = [broadcast(b, load_at(b, inputs, I32, INPUT_SCALES * row + 8)) for row in range(rows)]
+    else:
+        starts = [constant(INTS, _FLOAT_START_BITS if _IS_FLOAT_START else 0)] * rows
+    return [[start] * len(PARTS) for start in starts]
 
-    At `weights` stand 16 scales and 16 offsets of columns, halves or floats; at `inputs` the scales of four rows
-    (see `layout`).
+
+# How the weights of a group stand in memory: nibbles with halves as scales, the same unpacked to bytes with floats, and
+# bytes with signs and halves.
+NIBBLES, UNPACKED, SIGNED = range(3)
+_WEIGHT_BYTES = {NIBBLES: 256, UNPACKED: 512, SIGNED: 512}
+# Columns of a group: all, or a half of the registers.
+ALL, FIRST, SECOND = range(3)
+_CHOSEN = {ALL: PARTS, FIRST: PARTS[: len(PARTS) // 2], SECOND: PARTS[len(PARTS) // 2 :]}
+
+
+@intrinsic(prefer_literal=True)
+def add_group(typing, sums, weights, inputs, scales, form, columns):
+    """sums[row][column] += the product with a group of 32 inputs, whose scales stand at `scales`.
+
+    For each column: counts * scale * input scale, then offset * input sum. Behind the weights stand 16 scales and 16
+    offsets of columns.
     """
 
     def generate(context, b, signature, values):
-        rows, found = _rows(b, values[0], sums.count), _rows(b, values[1], sums.count)
-        scales = [broadcast(b, load_at(b, values[3], F32, INPUT_SCALES * row)) for row in range(sums.count)]
-        totals = [
-            broadcast(b, load_at(b, values[3], F32, INPUT_SCALES * row + 4)) for row in range(sums.count)
-        ]
-
-        def column(lane: int) -> Any:
-            if is_half.literal_value:
-                return widened(b, load_at(b, values[2], ir.VectorType(I16, WIDTH), 2 * lane))
-            return load_at(b, values[2], FLOATS, 4 * lane)
-
-        for part in PARTS:
-            scale, offset = column(WIDTH * part), column(LANES + WIDTH * part)
-            for row in range(sums.count):
-                product = b.fmul(b.sitofp(found[row][part], FLOATS), scale)
-                rows[row][part] = fused(b, product, scales[row], rows[row][part])
-                rows[row][part] = fused(b, offset, totals[row], rows[row][part])
+        rows = _rows(b, values[0], sums.count)
+        _add_columns(b, rows, _CHOSEN[columns.literal_value], values[1:4], form.literal_value)
         return _bundle(context, b, sums, rows)
 
-    return sums(sums, counts, address, address, is_half), generate
+    return sums(sums, address, address, address, form, columns), generate
+
+
+def _add_columns(b: Any, rows: list[list[Any]], parts: range, at: Any, form: int) -> None:
+    """`add_group` for the columns of some registers."""
+    weights, inputs, scales = at
+    counts = _starts(b, len(rows), scales, form == SIGNED)
+
+    def load(quad: int) -> dict[int, Any]:
+        return {part: load_at(b, weights, BYTES, 64 * quad + 4 * WIDTH * part) for part in parts}
+
+    if form == NIBBLES:
+        for quad in range(4):
+            both = load(quad)
+            low = {part: b.and_(weight, constant(BYTES, 15)) for part, weight in both.items()}
+            high = {part: b.lshr(weight, constant(BYTES, 4)) for part, weight in both.items()}
+            _dot(b, counts, low, inputs, 16 * quad, False)
+            _dot(b, counts, high, inputs, 64 + 16 * quad, False)
+    else:
+        for quad in range(8):
+            _dot(b, counts, load(quad), inputs, 16 * quad, form == SIGNED)
+
+    def column(lane: int) -> Any:
+        if form == UNPACKED:
+            return load_at(b, weights, FLOATS, _WEIGHT_BYTES[form] + 4 * lane)
+        return widened(b, load_at(b, weights, ir.VectorType(I16, WIDTH), _WEIGHT_BYTES[form] + 2 * lane))
+
+    of_inputs, totals = (
+        [broadcast(b, load_at(b, scales, F32, INPUT_SCALES * row + more)) for row in range(len(rows))]
+        for more in (0, 4)
+    )
+    for part in parts:
+        scale, offset = column(WIDTH * part), column(LANES + WIDTH * part)
+        for row, count, of_input, total in zip(rows, counts, of_inputs, totals, strict=True):
+            row[part] = fused(b, b.fmul(_counted(b, count[part]), scale), of_input, row[part])
+            row[part] = fused(b, offset, total, row[part])
 
 
 @intrinsic
@@ -545,7 +620,7 @@ def add_counts(typing, sums, counts, columns, inputs):
         for part in PARTS:
             scale = load_at(b, values[2], FLOATS, 4 * WIDTH * part)
             for row in range(sums.count):
-                product = b.fmul(b.sitofp(found[row][part], FLOATS), scale)
+                product = b.fmul(_counted(b, found[row][part]), scale)
                 rows[row][part] = fused(b, product, scales[row], rows[row][part])
         return _bundle(context, b, sums, rows)
 
