@@ -6,7 +6,7 @@ a tile. From `MANY` rows on a 4-bit panel is unpacked once into bytes that stay 
 
 from __future__ import annotations
 
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.simd import (
     add_scaled,
     dots,
@@ -186,7 +186,7 @@ def _dense_panel(kind, w, x, rows, inputs, out, step):
         store_rows(dense_tile(zeros(1), kind, w, x, inputs, x_step), out, step)
 
 
-@kernel
+@apart
 def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked):
     """Sixteen columns of every row, to `out`, a row every `step` bytes. `x`: floats; `quantised`: the same in tiles."""
     if kind == Q4:
