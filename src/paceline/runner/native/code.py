@@ -31,11 +31,12 @@ from paceline.errors import ConfigError
 from paceline.models.files.fetch import cache_root
 from paceline.runner.native.checks import is_checking
 from paceline.runner.native.isa import Isa, host_isa
-from paceline.runner.native.layout import ALLOW, LIBC, LIBM, PROBES, SYMBOLS
+from paceline.runner.native.layout import ALLOW, ENTRIES, LIBC, LIBM, PROBES, symbol_of
 
-FORMAT = 1
+FORMAT = 2
 COMPILE_S = 300.0
 PART = ".part"
+_SIZE = 8  # bytes of an object's size
 
 _Entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
@@ -205,6 +206,19 @@ def _compiled(isa: Isa, say: Callable[[str], None]) -> bytes:
     raise KernelsUnavailable(f"the CPU kernels could not be compiled ({done.returncode}): {last}")
 
 
+def joined(parts: list[bytes]) -> bytes:
+    """Objects that were compiled beside each other as one, each behind its size."""
+    return b"".join(len(part).to_bytes(_SIZE, "little") + part for part in parts)
+
+
+def _parts(code: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(code):
+        end = at + _SIZE + int.from_bytes(code[at : at + _SIZE], "little")
+        yield code[at + _SIZE : end]
+        at = end
+
+
 def _linked(code: bytes, isa: Isa, key: str) -> Code:
     import llvmlite.binding as llvm
 
@@ -214,13 +228,14 @@ def _linked(code: bytes, isa: Isa, key: str) -> Code:
         llvm.add_symbol(name, _address(name))
     target = llvm.Target.from_default_triple().create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    for part in _parts(code):
+        engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()
-    entries = [engine.get_function_address(name) for name in SYMBOLS]
+    entries = [engine.get_function_address(symbol_of(name)) for name in ENTRIES]
     if not all(entries):
         raise KernelsUnavailable("the compiled CPU kernels have no entry")
     enter, probe = (_Entry(at) for at in entries)
-    allow = engine.get_function_address(ALLOW)
+    allow = engine.get_function_address(symbol_of(ALLOW))
     return Code(
         key, isa, enter, probe, engine, ctypes.CFUNCTYPE(None, ctypes.c_int64)(allow) if allow else None
     )

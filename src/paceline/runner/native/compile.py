@@ -1,35 +1,45 @@
-"""Kernels into one object file. Runs in a child process: LLVM ends its process when it cannot go on.
+"""Kernels into object code. Runs in a child process: LLVM ends its process when it cannot go on.
 
     python -m paceline.runner.native.compile ISA MACHINE FILE [object|assembly]
 
 numba turns each Python function into LLVM's language, and nothing more: what it would optimise, link and translate on
-the way is left out. LLVM then makes the code of the whole once, for a target machine that is set and not guessed.
+the way is left out. LLVM then makes the code of a group of kernels at once, for a target machine that is set and not
+guessed. The groups are compiled beside each other, in a process for each core.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from paceline.runner.machine_load import usable_cores
 from paceline.runner.native.checks import is_checking
+from paceline.runner.native.code import joined
 from paceline.runner.native.isa import BY_NAME, Isa
-from paceline.runner.native.layout import ALLOW, LIBC, SYMBOLS
+from paceline.runner.native.layout import LIBC, symbol_of
+
+# Kernels that become one object, by name, with all they call that is in no group. The first takes longest.
+GROUPS = (("enter", "probe"), ("panel", "attend_rows", "draw"))
+CHECKS = ("allow", "check", "pause")  # what the checking form has beside them
 
 
-def module_texts(isa: Isa) -> tuple[list[str], tuple[str, ...]]:
-    """Every kernel in LLVM's language, and the names of the entries. numba is imported here and nowhere else."""
+def import_kernels(isa: Isa) -> None:
+    """Import numba, which is done here and nowhere else, and the kernels."""
     os.environ |= {"PACELINE_KERNEL_ISA": isa.name, "NUMBA_OPT": "0"}
     # While it looks for types, numba makes thousands of errors that nobody reads: without colours.
     os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
     from numba.core import cgutils, codegen, cpu, types
 
-    texts: list[str] = []
-
     def keep(self: Any, module: Any) -> None:
-        texts.append(cgutils.normalize_ir_text(str(module)))
+        self.texts = [*getattr(self, "texts", ()), cgutils.normalize_ir_text(str(module))]
 
     def finalize(self: Any) -> None:
         self._finalized = True
@@ -51,24 +61,46 @@ def module_texts(isa: Isa) -> tuple[list[str], tuple[str, ...]]:
     codegen.CPUCodeLibrary.add_ir_module = keep
     codegen.CPUCodeLibrary.finalize = finalize
     cpu.CPUContext.get_executable = no_executable
-    from paceline.runner.native.kernels import checks
-    from paceline.runner.native.kernels.probe import probe
-    from paceline.runner.native.kernels.step import enter
+    from paceline.runner.native.kernels import probe, step  # noqa: F401  (they name what is compiled)
+    from paceline.runner.native.kernels.emit import APART
 
-    names = []
-    if is_checking():
-        texts.append(checks.TEXT)
-    for entry in (enter, probe):
-        entry.compile((types.int64, types.int64))
-        [compiled] = entry.overloads.values()
-        names.append(compiled.fndesc.llvm_func_name)
-    return texts, tuple(names)
+    assert set(APART) == {name for group in GROUPS for name in group}
 
 
-def emit(
-    texts: list[str], entries: tuple[str, ...], isa: Isa, machine: str, *, listing: bool = False
-) -> bytes:
-    """Object code for a processor, or its assembly."""
+def group_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Some kernels and all they call in LLVM's language, and what their own functions are to be called, by name."""
+    from numba.core import types
+
+    from paceline.runner.native.kernels.emit import APART
+
+    symbols: dict[str, str] = {}
+    libraries: list[Any] = []
+    for name in names:
+        made = APART[name]
+        made.compile((types.int64,) * made.py_func.__code__.co_argcount)
+        [compiled] = made.overloads.values()
+        symbols[compiled.fndesc.llvm_func_name] = symbol_of(name)
+        found = [compiled.library]
+        while found:
+            library = found.pop()
+            if library not in libraries:
+                libraries.append(library)
+                found += library._linking_libraries
+    return [text for library in libraries for text in library.texts], symbols
+
+
+def compile_group(names: Sequence[str], isa: Isa, machine: str, *, listing: bool) -> bytes:
+    """After `import_kernels`."""
+    texts, symbols = group_texts(names)
+    if is_checking() and "enter" in names:
+        from paceline.runner.native.kernels.checks import TEXT
+
+        texts.append(TEXT)
+    return emit(texts, symbols, isa, machine, listing=listing)
+
+
+def emit(texts: list[str], symbols: dict[str, str], isa: Isa, machine: str, *, listing: bool) -> bytes:
+    """Object code for a processor, or its assembly. `symbols`: new names of functions that others call."""
     import llvmlite.binding as llvm
 
     llvm.initialize_all_targets()
@@ -86,16 +118,21 @@ def emit(
     whole.triple, whole.data_layout = triple, str(target.target_data)
     for variable in whole.global_variables:
         variable.linkage = llvm.Linkage.internal
+    ours = {symbol_of(name) for names in (*GROUPS, CHECKS) for name in names}
     for function in whole.functions:
-        if function.name in entries:
-            function.name = SYMBOLS[entries.index(function.name)]
-        elif not function.is_declaration and function.name != ALLOW:
+        if function.name in symbols:
+            function.name = symbols[function.name]
+            assert function.name in ours, (
+                "a group must not call kernels of its own as those of others are called"
+            )
+        elif not function.is_declaration and function.name not in ours:
             function.linkage = llvm.Linkage.internal
     passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(whole, passes)
     for function in whole.functions:
-        if function.is_declaration and not function.name.startswith("llvm.") and function.name not in LIBC:
-            raise RuntimeError(f"the kernels call {function.name}, which nothing offers when they are loaded")
+        name = function.name
+        if function.is_declaration and not name.startswith("llvm.") and name not in {*LIBC, *ours}:
+            raise RuntimeError(f"the kernels call {name}, which nothing offers when they are loaded")
     if isa.tune:  # from here on: the passes above would unroll every loop for a small processor
         text = re.sub(r"(?m)^(define .*?)(\s*{)?$", rf'\1 "tune-cpu"="{isa.tune}"\2', str(whole))
         whole = llvm.parse_assembly(text)
@@ -104,8 +141,13 @@ def emit(
 
 
 def main(name: str, machine: str, path: str, form: str = "object") -> None:
-    isa = BY_NAME[name]
-    Path(path).write_bytes(emit(*module_texts(isa), isa, machine, listing=form == "assembly"))
+    isa, listing = BY_NAME[name], form == "assembly"
+    gc.disable()  # it would look through numba's objects again and again, and few of them can go
+    import_kernels(isa)
+    work = partial(compile_group, isa=isa, machine=machine, listing=listing)
+    with ProcessPoolExecutor(min(len(usable_cores()), len(GROUPS)), get_context("fork")) as pool:
+        parts = list(pool.map(work, GROUPS))
+    Path(path).write_bytes(b"\f".join(parts) if listing else joined(parts))
 
 
 if __name__ == "__main__":

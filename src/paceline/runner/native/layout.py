@@ -233,6 +233,11 @@ ADAPTED_BLOCK_BYTES = 24
 ) = range(0, 32, 8)
 
 
+def symbol_of(kernel: str) -> str:
+    """What a kernel is called in the compiled code."""
+    return f"paceline_{kernel}"
+
+
 def _fields(prefix: str) -> dict[str, int]:
     """Places of the fields of a row, by name."""
     return {name[2:].lower(): at // 8 for name, at in globals().items() if name.startswith(prefix)}
@@ -262,7 +267,7 @@ NO_PIECES = 1 << 40
     C_DRAWN,
 ) = range(0, 56, 8)
 C_HARMLESS, C_RANGES = 64, 128
-ALLOW = "paceline_allow"  # takes the address of the table
+ALLOW = "allow"  # a function that takes the address of the table
 # Kernels that can be called alone (`kernels.probe`).
 PROBES = (
     "panel",
@@ -278,8 +283,8 @@ PROBES = (
     "shrink",
     "expand",
 )
-# What the compiled code offers, and what it needs from the C library.
-SYMBOLS = ("paceline_enter", "paceline_probe")
+# What is called from outside of the compiled code, and what that needs from the C library.
+ENTRIES = ("enter", "probe")
 LIBC = ("sched_yield", "sem_wait", "sem_post", "clock_gettime", "memcpy", "memset", "memmove")
 LIBM = ("fmaf",)  # where a processor has no such instruction; its result has the same bits
 PHASES = ("rows", "heads", "attention", "products", "gated", "logits", "draw", "waiting")

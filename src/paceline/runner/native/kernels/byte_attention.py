@@ -8,7 +8,7 @@ of the weights.
 from __future__ import annotations
 
 from paceline.runner.native.kernels.attention import attend, block_at, softmax
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.rowwise import TOP, ZERO, quantise_row
 from paceline.runner.native.kernels.scalars import get_int, put_float
 from paceline.runner.native.kernels.simd import (
@@ -97,7 +97,7 @@ def attend_bytes(zero, queries, first, end, table, subs, kv, block_bytes, dim, s
             store_rows(sums, out + 4 * d, dim * 4)
 
 
-@kernel
+@apart
 def attend_rows(rows, in_bytes, q, first, end, table, subs, kv, size, dim, scores, step, out, x):
     """Up to four query vectors over floats or bytes."""
     if in_bytes:

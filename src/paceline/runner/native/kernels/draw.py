@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.runner.native import layout as at
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.scalars import (
     bits_of_double,
     bits_of_float,
@@ -430,7 +430,7 @@ def _power_of_two(x):
     return times_two_to(p, to_ints(whole))
 
 
-@kernel
+@apart
 def draw(p, has_draws, has_lists, scratch, laps):
     """What the sampled rows of a step have to choose from; nothing where no row asks for it."""
     if has_draws:

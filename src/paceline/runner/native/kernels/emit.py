@@ -24,6 +24,7 @@ from numba.core.typed_passes import (
     PreLowerStripPhis,
 )
 from numba.core.untyped_passes import (
+    DeadBranchPrune,
     FixupArgs,
     GenericRewrites,
     IRProcessing,
@@ -34,6 +35,7 @@ from numba.extending import intrinsic, models, register_model
 
 from paceline.runner.native.checks import is_checking
 from paceline.runner.native.isa import BY_NAME
+from paceline.runner.native.layout import symbol_of
 
 ISA = BY_NAME[os.environ.get("PACELINE_KERNEL_ISA", "plain")]
 CHECKED = is_checking()
@@ -56,6 +58,7 @@ class _Passes(CompilerBase):
             TranslateByteCode,
             FixupArgs,
             IRProcessing,
+            DeadBranchPrune,
             GenericRewrites,
             ReconstructSSA,
             NopythonTypeInference,
@@ -77,12 +80,33 @@ def kernel(function: Callable[..., Any]) -> Any:
         error_model="numpy",
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
+        _nrt=False,
         pipeline_class=_Passes,
     )(function)
     find = made.get_call_template
     # A constant argument is a number like any other: numba would compile the function once more for each.
     made.get_call_template = lambda args, kws: find([types.unliteral(kind) for kind in args], kws)
     return made
+
+
+APART: dict[str, Any] = {}  # kernels that are compiled beside their callers, by name
+
+
+def apart(function: Callable[..., Any]) -> Any:
+    """A kernel whose callers know its name alone, so that both can be compiled at once, and in either order.
+
+    It takes numbers of 64 bits and returns nothing.
+    """
+    name, count = function.__name__, function.__code__.co_argcount
+    APART[name] = kernel(function)
+
+    def build(b: Any, *args: Any) -> None:
+        # Where numba's functions put a value and an error; there are none.
+        returned = [cgutils.alloca_once(b, I8.as_pointer()) for _ in range(2)]
+        call(b, symbol_of(name), I32, *returned, *args)
+
+    build.__name__ = name
+    return operation(*[types.int64] * count, out=types.void)(build)
 
 
 class Vector(types.Type):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from paceline.runner.native.kernels.adapters import expand, shrink
 from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import activate, embed, exp, norm, quantise_row, rotate
 from paceline.runner.native.kernels.scalars import float_of_bits, get_int
@@ -86,7 +86,7 @@ def _expand(a):
         expand(kind, b, index, ranks, low, low_step, rows, out + 64 * index, step)
 
 
-@kernel
+@apart
 def probe(which, a):
     """One kernel, as often as the number at `a` says; its arguments follow."""
     times = get_int(a)

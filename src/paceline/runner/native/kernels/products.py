@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.runner.native.kernels.emit import PARTS, kernel
+from paceline.runner.native.kernels.emit import PARTS, apart, kernel
 from paceline.runner.native.kernels.simd import (
     ALL,
     FIRST,
@@ -191,7 +191,7 @@ def _dense_panel(kind, w, x, rows, inputs, out, step):
         store_rows(dense_tile(zeros(1), kind, w, x, inputs, x_step), out, step)
 
 
-@kernel
+@apart
 def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked):
     """Sixteen columns of every row, to `out`, a row every `step` bytes. `x`: floats; `quantised`: the same in tiles."""
     if kind == Q4:

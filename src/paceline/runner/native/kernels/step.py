@@ -18,7 +18,7 @@ from paceline.runner.native import layout as at
 from paceline.runner.native.kernels.adapters import add_adapters, shrink_inputs
 from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
-from paceline.runner.native.kernels.emit import kernel
+from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.experts import feed_experts, gate_and_up
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import (
@@ -422,7 +422,7 @@ def _stay(thread, p):
     poke(mine + 8, 0)
 
 
-@kernel
+@apart
 def enter(thread, p):
     """The one entry: thread 0 computes a step with the others and returns, the others stay."""
     if thread != 0:
