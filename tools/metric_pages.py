@@ -17,7 +17,7 @@ from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, Sl
 from paceline.core.dial import DialStatus
 from paceline.costs.model import ModelWork
 from paceline.process.client import EngineState, EngineStats
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches
 from paceline.server.billing.billing import Billing

@@ -44,7 +44,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.kv.slabs import SlabMarket
 from paceline.lab.bench.shapes import write_shape
 from paceline.llm.arguments import split_arguments
-from paceline.process.shared_memory import share_memory, slab_market
+from paceline.process.engine_main import share_memory, slab_market
 
 bench = Benchmark(__doc__)
 LARGE, SMALL = "llama-3.1-8b", "qwen3-0.6b"

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent

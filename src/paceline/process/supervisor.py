@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from paceline.config.engine import ModelConfig
 from paceline.config.models import ModelEntry, ModelSet
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.process import child as children
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine

@@ -12,7 +12,7 @@ from paceline.config.models import ModelShare, SharedMemory
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import ABSENT, BlockPool
 from paceline.kv.slabs import FREE, Owner, SlabMarket
-from paceline.process.shared_memory import share_memory
+from paceline.process.engine_main import share_memory
 from paceline.runner import device
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

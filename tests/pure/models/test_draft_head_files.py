@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, ModelConfig
+from paceline.config.engine import ModelConfig
+from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.draft_head import (

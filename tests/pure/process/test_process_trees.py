@@ -16,7 +16,7 @@ from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownR
 from paceline.process import frames
 from paceline.process.client import BranchUpdate
 from paceline.process.frames import error_of, rejected_with
-from paceline.process.outbox import Outbox
+from paceline.process.model_service import Outbox
 from tests.pure.process.test_process_client import SAMPLING, connected
 
 FRAME = 64 << 10

@@ -27,8 +27,8 @@ from paceline.cli.terminal import status_line
 from paceline.cli.tune.flags import DEFAULT_REQUESTS, TuneOptions
 from paceline.config.engine import SchedulerConfig
 from paceline.errors import InputError
+from paceline.lab.bench.load.figures import send_workload
 from paceline.lab.bench.load.prompt_source import COMPLETIONS
-from paceline.lab.bench.load.replayed import send_workload
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.report.table import format_number, to_json
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, simulate

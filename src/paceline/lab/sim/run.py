@@ -29,10 +29,8 @@ from paceline.errors import EngineFailed, InputError
 from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
-from paceline.lab.sim.adapters import draw_of_requests
-from paceline.lab.sim.belady import Arrivals, arrivals_by_name
 from paceline.lab.sim.faults import draw_aborts, with_bursts
-from paceline.lab.sim.replica import Replica
+from paceline.lab.sim.replica import Arrivals, Replica, arrivals_by_name, draw_of_requests
 from paceline.lab.sim.router import ROUTERS, ByModel, Router
 from paceline.lab.sim.settings import SimConfig
 from paceline.lab.workload.workload import Workload

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import MOST_DRAFTS, PROBE_EVERY
+from paceline.config.speculative import MOST_DRAFTS, PROBE_EVERY
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import (

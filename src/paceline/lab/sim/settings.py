@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import DRAFT_BUCKETS, DraftConfig, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import from_values, pick
+from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig
 from paceline.costs.fit import FittedCost, TimeSpread
 from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens

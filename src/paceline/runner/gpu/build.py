@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
+from paceline.config.engine import MADE_ON_LOADING, ModelConfig
 from paceline.config.models import SharedMemory
-from paceline.config.speculative import read_speculative_config
+from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig, read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors

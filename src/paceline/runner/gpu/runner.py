@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import DRAFT_BUCKETS, EngineConfig
+from paceline.config.engine import EngineConfig
+from paceline.config.speculative import DRAFT_BUCKETS
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     GuideWork,

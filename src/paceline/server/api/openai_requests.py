@@ -28,9 +28,9 @@ from paceline.server.api.openai_fields import (
     RETENTIONS,
     chat_table,
     completions_table,
+    read_thinking,
 )
 from paceline.server.api.structures import structure_field, structure_of
-from paceline.server.api.tool_fields import read_thinking
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
 from paceline.text.tools.reading import read_openai_tools

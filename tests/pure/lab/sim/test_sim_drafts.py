@@ -11,7 +11,7 @@ import pytest
 
 from paceline.audit.codec import decode_time
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config.engine import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
+from paceline.config.speculative import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import AT_LENGTH, RowJoins, RowSet, StepPlan, StepWork, i32
 from paceline.core.sampling import SamplingParams
