@@ -34,7 +34,7 @@ from benchmarks.harness import (
     table,
 )
 from paceline import SamplingParams
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.events import StepEvents
 from paceline.core.standing import WEIGHTS_KEPT
 from paceline.engine.conductor import Conductor, Seat

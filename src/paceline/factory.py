@@ -21,7 +21,7 @@ from paceline.config.engine import (
     PreemptionCosts,
     SchedulerConfig,
 )
-from paceline.config.models import SharedMemory
+from paceline.config.model_set import SharedMemory
 from paceline.config.options import pick
 from paceline.config.sized import Capacity, engine_config, weighs_preemption, with_costs, with_drafts
 from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_config
@@ -56,7 +56,7 @@ from paceline.text.vocabulary import guide_maker
 if TYPE_CHECKING:
     import torch
 
-    from paceline.models.files.draft_head import HeadFiles
+    from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute

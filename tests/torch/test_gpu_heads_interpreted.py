@@ -30,7 +30,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.draft_head import build_head
-from paceline.models.files.draft_head import HeadFiles
+from paceline.models.files.head_folder import HeadFiles
 from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.engine import ModelConfig
-from paceline.config.models import ModelShare, SharedMemory
+from paceline.config.model_set import ModelShare, SharedMemory
 from paceline.config.server import ProcessConfig
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import ConfigError, PacelineError
@@ -36,7 +36,7 @@ from paceline.models.spec import model_work
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineInfo
-from paceline.process.service import EngineService, LogQueue, set_up_logs
+from paceline.process.engine_service import EngineService, LogQueue, set_up_logs
 
 FIRST_FRAME_S = 30.0
 _PR_SET_PDEATHSIG = 1

@@ -1,6 +1,6 @@
 """One model of the engine's process: its engine, the frames about its requests, and what it has to tell.
 
-Frames come in decoded and go out as payloads; the socket, the turns of models and their sleep are `service`'s
+Frames come in decoded and go out as payloads; the socket, the turns of models and their sleep are `engine_service`'s
 business. A request that raises is answered alone.
 """
 

@@ -38,7 +38,7 @@ from paceline.server.metrics.prometheus_page import (
     ModelFigures,
     name_prefix,
 )
-from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
+from paceline.server.metrics.request_metrics import HttpMetrics, RequestFamilies
 from paceline.server.request_log import RequestLog, StatsLine
 from paceline.version import __version__
 
@@ -87,7 +87,7 @@ class Application:
         self.status = ServerStatus(client)
         observe = config.observe
         slo = (observe.slo_e2e_ms, observe.slo_ttft_ms, observe.slo_itl_ms)
-        self.requests = RequestMetrics(Times(*slo))
+        self.requests = RequestFamilies(Times(*slo))
         self.http = HttpMetrics()
         self.http.callers = keyring.callers
         self.log = RequestLog(self.requests, self.http, writes_lines=not config.disable_log_requests)
@@ -158,7 +158,7 @@ class Application:
         slo = Times(observe.slo_e2e_ms, observe.slo_ttft_ms, observe.slo_itl_ms)
         figures, models = [], []
         for place, part in enumerate(parts):
-            requests = RequestMetrics(slo)
+            requests = RequestFamilies(slo)
             batching = BatchingMetrics(part.client, requests) if place else self.batching
             figures.append(ModelFigures(part.name, part.client, requests, batching))
             feed = Feed(part.client, requests)

@@ -17,8 +17,8 @@ from paceline.text.chat_template import ChatTemplate
 from paceline.text.messages import Message, normalize_messages
 from paceline.text.reasoning import named_reasoning
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
+from paceline.text.tools.call_grammar import behind_reasoning, tool_structure
 from paceline.text.tools.formats import AUTO, Shape, ToolFormat, detected_format, marker_ids, named_format
-from paceline.text.tools.grammar import behind_reasoning, tool_structure
 from paceline.text.tools.use import Tool, ToolUse
 
 # What chat templates call the switch.

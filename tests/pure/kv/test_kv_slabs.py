@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.config.engine import KVConfig, ModelConfig
-from paceline.config.models import ModelShare, SharedMemory
+from paceline.config.model_set import ModelShare, SharedMemory
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import ABSENT, BlockPool
 from paceline.kv.slabs import FREE, Owner, SlabMarket

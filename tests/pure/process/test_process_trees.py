@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.events import Held, StepEvents, TokenEvents
 from paceline.core.request import ChangeOutcome, FinishReason, RequestId
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownRequest
 from paceline.process import frames
 from paceline.process.client import BranchUpdate

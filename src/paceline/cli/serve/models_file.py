@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.cli.command import whole_number
 from paceline.config.engine import ENGINE_CONFIGS
-from paceline.config.models import ModelEntry, ModelSet, ModelShare
+from paceline.config.model_set import ModelEntry, ModelSet, ModelShare
 from paceline.config.options import flag_of, from_values, options_of
 from paceline.errors import ConfigError
 from paceline.llm.arguments import split_arguments

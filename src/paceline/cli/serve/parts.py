@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline.cli.serve.view import card_lines, further_line, show_card
-from paceline.config.models import ModelSet
+from paceline.config.model_set import ModelSet
 from paceline.config.server import ServerConfig
 from paceline.process.client import EngineInfo
 from paceline.process.supervisor import EngineProcess

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams

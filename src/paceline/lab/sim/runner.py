@@ -28,7 +28,7 @@ from paceline.core.plan import (
     StepWork,
     draft_depth,
 )
-from paceline.costs.model import CostModel, StepShape
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.lab.sim.acceptance import Acceptance
 
 LOOK_S = 0.002  # that a step without tokens waits for a copy

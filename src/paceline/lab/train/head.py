@@ -20,13 +20,13 @@ from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.train.corpus import Corpus, compute_states, cut, digest_of, open_corpus
-from paceline.lab.train.options import TrainHeadOptions
-from paceline.lab.train.training import Head, Limits, Progress, Target, Training, first_weights
+from paceline.lab.train.train_options import TrainHeadOptions
+from paceline.lab.train.training import Head, LargeModel, Limits, Progress, Training, first_weights
 from paceline.llm.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import EagleHead, MedusaHead
-from paceline.models.files.draft_head import HeadFiles, HeadSpec, new_head, write_head
 from paceline.models.files.fetch import resolve
+from paceline.models.files.head_folder import HeadFiles, HeadSpec, new_head, write_head
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder, move_to
 from paceline.runner.device import choose_device
@@ -115,7 +115,7 @@ def _train(
     head: HeadSpec,
     checkpoint: Checkpoint,
     corpus: Corpus,
-    target: Target,
+    target: LargeModel,
     options: TrainHeadOptions,
     say: Say,
 ) -> TrainedHead:
@@ -240,7 +240,7 @@ def _answers(
 
 def _target(
     checkpoint: Checkpoint, decoder: Decoder, corpus: Corpus, head: HeadSpec, device: torch.device
-) -> Target:
+) -> LargeModel:
     """The most frequent tokens, and what the model makes of them."""
     counts = Counter(corpus.tokens.tolist())
     counts.update(corpus.likeliest.tolist())
@@ -248,14 +248,14 @@ def _target(
     to_target: NDArray[np.int64] = np.sort(np.array(ranked[: head.draft_vocab_size], np.int64))
     tied = checkpoint.spec.tied_embeddings
     matrix = checkpoint.tensor("model.embed_tokens.weight" if tied else "lm_head.weight").to_float32()
-    return Target(
+    return LargeModel(
         output=torch.from_numpy(matrix[to_target]).to(device),
         norm=decoder.parts.norm.weight,
         to_target=to_target,
     )
 
 
-def _net(head: HeadSpec, weights: dict[str, torch.Tensor], decoder: Decoder, target: Target) -> Head:
+def _net(head: HeadSpec, weights: dict[str, torch.Tensor], decoder: Decoder, target: LargeModel) -> Head:
     if head.kind == "medusa":
         return MedusaHead(head, weights, target.to_target)
     net = EagleHead(head, weights, decoder.parts.embedding, target.to_target, decoder.spec.max_positions)

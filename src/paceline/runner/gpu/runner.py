@@ -27,7 +27,7 @@ from paceline.core.plan import (
     StepPlan,
 )
 from paceline.models.decoder import Parts
-from paceline.models.files.draft_head import HeadFiles
+from paceline.models.files.head_folder import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations

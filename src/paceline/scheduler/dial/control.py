@@ -48,7 +48,7 @@ class DialLimits:
         return min(max(self.tokens, rows + fewest), most)
 
 
-class Range:
+class DialRange:
     """From the shortest step to the longest, and from few rows to all."""
 
     def __init__(self, config: SchedulerConfig) -> None:

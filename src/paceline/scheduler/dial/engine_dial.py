@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import SchedulerConfig
 from paceline.core.dial import OFF, DialKind, DialSetting, DialStatus, DialWord, format_time, setting_of
-from paceline.scheduler.dial.control import ROWS_PART, Controller, DialLimits, Law, Range
+from paceline.scheduler.dial.control import ROWS_PART, Controller, DialLimits, DialRange, Law
 from paceline.scheduler.step_sizes import StepSizes
 
 # Quantiles of what was seen lately, in fixed memory: counts by size, in slices of which the oldest go.
@@ -137,7 +137,7 @@ class Dial:
         """`sizes` are those of steps while it is off."""
         self.config = config
         self._sizes = sizes if sizes is not None else StepSizes(config)
-        self._range = Range(config)
+        self._range = DialRange(config)
         self._last_s = np.full(num_rows, np.nan)  # when each row got its last token
         self._gaps, self._firsts = Window(), Window()
         self._due_s = self._turn_s = 0.0  # when it looks again, and when the next slice begins

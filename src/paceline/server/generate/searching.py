@@ -17,7 +17,7 @@ from typing import Any
 from paceline.core.request import Change, Cost, FinishReason
 from paceline.core.sampling import MAX_HOLD_S
 from paceline.core.service_class import ServiceLevel
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import PRUNED, BranchText
 from paceline.llm.outputs import CompletionOutput, RequestOutput
