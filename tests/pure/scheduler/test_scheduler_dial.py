@@ -23,8 +23,7 @@ from paceline.core.dial import (
 )
 from paceline.core.events import NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.scheduler.dial.control import ROWS_PART, DialRange
-from paceline.scheduler.dial.engine_dial import NUM_SLICES, Dial, Window
+from paceline.scheduler.dial.engine_dial import NUM_SLICES, ROWS_PART, Dial, DialRange, Window
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SIZES = (256, 512, 1024, 2048)

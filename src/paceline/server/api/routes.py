@@ -16,10 +16,9 @@ from paceline.server.api.model_routes import (
 )
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
-from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes
+from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes, tree_routes
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
-from paceline.server.api.tree_routes import tree_routes
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service
