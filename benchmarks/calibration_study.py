@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.harness import Benchmark, Found, Given, Server, at_once, environment, flag, row, served, table
 from paceline.costs.presets import device_spec, model_shape
-from paceline.lab.bench.load.replayed import send_workload
+from paceline.lab.bench.load.figures import send_workload
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.report.table import to_json

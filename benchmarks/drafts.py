@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.harness import TRACE_FLAG, Benchmark, Found, Given, flag, h200, rows_of
-from paceline.config.engine import DraftConfig
+from paceline.config.speculative import DraftConfig
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.acceptance import Acceptance

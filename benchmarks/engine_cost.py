@@ -57,15 +57,9 @@ from benchmarks.harness import (
     table,
 )
 from paceline.audit.trail import INTERVAL_S
-from paceline.config.engine import (
-    DraftConfig,
-    EngineConfig,
-    KVConfig,
-    ModelConfig,
-    PreemptionCosts,
-    SchedulerConfig,
-)
+from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, PreemptionCosts, SchedulerConfig
 from paceline.config.sized import Capacity
+from paceline.config.speculative import DraftConfig
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, EMPTY, STOPPED, DraftTally, Pending, StepPlan, StepResult

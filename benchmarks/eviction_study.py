@@ -29,7 +29,7 @@ from paceline.core.request import BlockKey
 from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.wishes import Wishes
-from paceline.lab.sim.belady import arrivals_by_name, pools_with
+from paceline.lab.sim.replica import arrivals_by_name, pools_with
 
 bench = Benchmark(__doc__)
 TRACE_BLOCK = 512  # tokens

@@ -47,7 +47,7 @@ from benchmarks.harness import (
 )
 from paceline.core.events import Rule
 from paceline.core.request import Request
-from paceline.lab.bench.load.replayed import send_workload
+from paceline.lab.bench.load.figures import send_workload
 from paceline.lab.report.run_record import FINISHED, OUTCOMES, Ints, RunRecord
 from paceline.lab.report.summary import OUTPUT_COST, largest_gap, service
 from paceline.lab.workload import load_workload

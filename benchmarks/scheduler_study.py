@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ENGINE, Benchmark, Found, Given, flag, one_tenant, row, simulated, table
-from paceline.costs.model import PiecewiseLinear, StepShape
+from paceline.costs.cost_model import PiecewiseLinear, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.workloads import LONGEST_OUTPUT, LONGEST_PROMPT, ONLINE, make_workload, read_lengths
 from paceline.lab.report.plots import plot_cdfs, plot_modes, plot_timeline

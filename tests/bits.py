@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.kv_keep import KVKeep
 from paceline.core.plan import DraftTally, StepPlan

@@ -16,7 +16,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReas
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import SleepRefused, UnknownAdapter
 from paceline.process.client import (
     EngineInfo,

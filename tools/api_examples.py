@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.server.docs import EXAMPLES_FILE
+from paceline.server.app import EXAMPLES_FILE
 
 Json = Any
 HELLO = [{"role": "user", "content": "What is the capital of France?"}]

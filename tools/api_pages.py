@@ -17,10 +17,9 @@ from paceline import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingPar
 from paceline.config.server import ServerConfig
 from paceline.core.sampling import PARAMETERS
 from paceline.llm.outputs import RequestMetrics
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.api.route import Route
-from paceline.server.app import Application
-from paceline.server.docs import openapi_document
+from paceline.server.app import Application, openapi_document
 from paceline.server.health import PUBLIC
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

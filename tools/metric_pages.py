@@ -15,13 +15,13 @@ from paceline.config.server import ObserveConfig, ServerConfig
 from paceline.core.adapter import AdapterInfo
 from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, SlabUse
 from paceline.core.dial import DialStatus
-from paceline.costs.model import ModelWork
+from paceline.costs.cost_model import ModelWork
 from paceline.process.client import EngineState, EngineStats
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches
 from paceline.server.billing.billing import Billing
-from paceline.server.generate.admission import Admission, Capacity
+from paceline.server.generate.request_admission import RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import RequestRecord
 from paceline.server.metrics.tracing import Tracing
 from paceline.server.open_api import admission_gauges
@@ -108,7 +108,7 @@ def full_application(prefix: str = "paceline") -> Application:
     billing = cast(Billing, SimpleNamespace(ledger=ledger))
     counts = ({"completed": 0}, {"pending": 0, "in_progress": 0})
     batches = cast(Batches, SimpleNamespace(_counts=counts, num_lines_under_way=0))
-    admission = Admission(Capacity(places=1, queued_tokens=1), lambda: None)
+    admission = RequestAdmission(ServerCapacity(places=1, queued_tokens=1), lambda: None)
     recent = app.batching.recent
     recent.note(recent.totals()._replace(time_s=time.monotonic() - 30.0))
     app.become_ready(

@@ -39,7 +39,6 @@ from paceline.runner.gpu.kernels.scaled_product import (
     scaled_product,
     scaled_tuning,
 )
-from paceline.runner.gpu.kernels.scaled_row_product import scaled_row_product
 from paceline.runner.gpu.kernels.scaled_rows import allocate_scaled_rows, quantize_rows
 from paceline.runner.gpu.kernels.shared_attention import (
     MAX_GROUPS,
@@ -333,7 +332,7 @@ def quantized_cases(rows: int, columns: int, inner: int) -> list[Case]:
         "int4 product": [partial(packed_product, out, x, weight, tuning=cut) for weight in four],
     }
     if rows == 1:
-        calls["fp8 row product"] = [partial(scaled_row_product, out[0], x[0], weight) for weight in eight]
+        calls["fp8 row product"] = [partial(row_product, out[0], x[0], weight) for weight in eight]
     shape = f"{rows} rows, {columns} x {inner}"
     sizes = {"int4 product": columns * inner * 0.5}
     return [

@@ -34,7 +34,7 @@ from benchmarks.harness import (
     table,
 )
 from paceline import SamplingParams
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.events import StepEvents
 from paceline.core.standing import WEIGHTS_KEPT
 from paceline.engine.conductor import Conductor, Seat
@@ -44,7 +44,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.kv.slabs import SlabMarket
 from paceline.lab.bench.shapes import write_shape
 from paceline.llm.arguments import split_arguments
-from paceline.process.shared_memory import share_memory, slab_market
+from paceline.process.engine_main import share_memory, slab_market
 
 bench = Benchmark(__doc__)
 LARGE, SMALL = "llama-3.1-8b", "qwen3-0.6b"

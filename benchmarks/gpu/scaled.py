@@ -29,7 +29,7 @@ from paceline.runner.gpu.kernels.packed_product import (
     unpack,
 )
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
-from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
+from paceline.runner.gpu.kernels.row_product import RowNorm, RowTuning, row_product, scaled_row_tuning
 from paceline.runner.gpu.kernels.scaled_product import (
     ScaledWeight,
     scaled_gated_tuning,
@@ -37,7 +37,6 @@ from paceline.runner.gpu.kernels.scaled_product import (
     scaled_product,
     scaled_tuning,
 )
-from paceline.runner.gpu.kernels.scaled_row_product import RowTuning, scaled_row_product, scaled_row_tuning
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, allocate_scaled_rows, quantize_rows
 from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
 from paceline.runner.gpu.linears import packed, quantized
@@ -157,13 +156,13 @@ def one_row(layer: Layer, rows: int) -> Iterator[Variant]:
     if not layer.narrow:
         new = torch.empty_like(x)
         norm = RowNorm(residual=x.clone(), new_residual=new, weight=torch.ones_like(x).float(), epsilon=1e-6)
-    chosen = scaled_row_tuning(layer.columns, layer.inner, gated=layer.gated)
+    chosen = scaled_row_tuning(layer.columns, layer.inner)
     for tuning in (*ROW_TUNINGS, chosen):
         label = f"row {tuning.columns} columns, step {tuning.step}, {tuning.num_warps} warps"
 
         def call(which: int, tuning: RowTuning = tuning) -> None:
             weight = layer.weights[which]
-            scaled_row_product(out, x, weight, norm=norm, gated=layer.gated, tuning=tuning)
+            row_product(out, x, weight, norm=norm, gated=layer.gated, tuning=tuning)
 
         yield ("chosen: " if tuning is chosen else "") + label, call
     yield (

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
     MADE_ON_LOADING,
-    ORACLE,
-    DraftConfig,
     EngineConfig,
     ModelConfig,
     PreemptionCosts,
     SchedulerConfig,
 )
-from paceline.config.models import SharedMemory
+from paceline.config.model_set import SharedMemory
 from paceline.config.options import pick
 from paceline.config.sized import Capacity, engine_config, weighs_preemption, with_costs, with_drafts
-from paceline.config.speculative import read_speculative_config
+from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
@@ -58,7 +56,7 @@ from paceline.text.vocabulary import guide_maker
 if TYPE_CHECKING:
     import torch
 
-    from paceline.models.files.draft_head import HeadFiles
+    from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
@@ -291,9 +289,8 @@ def _on_cpu(
     shared: tuple[Pulse, FreeCores],
     on_progress: LoadProgress,
 ) -> Built:
-    from paceline.runner.cpu import CPURunner
+    from paceline.runner.cpu import CPURunner, CPUSleeper
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
-    from paceline.runner.sleeper import CPUSleeper
     from paceline.runner.store_level import StoreLevel
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)

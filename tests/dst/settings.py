@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from paceline.config.engine import (
     MODES,
-    DraftConfig,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -16,6 +15,7 @@ from paceline.config.engine import (
     SchedulerConfig,
     StepCosts,
 )
+from paceline.config.speculative import DraftConfig
 
 # Steps of a world take 0.5, 2 or 10 ms: sizes go up and down all the time.
 LEARNED = LearnedSteps(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.request import Request
 from paceline.core.sampling import SamplingParams
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidTransition
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.objectives import REFUSALS

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.engine import ModelConfig
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.core.events import Finished
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.config.server import ServerConfig
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.api.route import Route
 from paceline.server.app import Api as MountedApi
 from paceline.server.app import Application

@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from paceline.lab.bench.load.figures import TokenSource, send_workload
 from paceline.lab.bench.load.pool import Target
 from paceline.lab.bench.load.prompt_source import COMPLETIONS, PATHS
-from paceline.lab.bench.load.replayed import TokenSource, send_workload
 from tests.mock_openai import running_mock
 from tests.pure.lab.sim.sim_helpers import make_workload
 

@@ -14,9 +14,8 @@ from paceline.runner.gpu.kernels.block_product import (
 from paceline.runner.gpu.kernels.gated_product import Activation, gated_rows
 from paceline.runner.gpu.kernels.packed_product import packed_product, unpack
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
-from paceline.runner.gpu.kernels.row_product import RowNorm
+from paceline.runner.gpu.kernels.row_product import RowNorm, RowTuning, row_product
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight, scaled_matrix_product, scaled_product
-from paceline.runner.gpu.kernels.scaled_row_product import RowTuning, scaled_row_product
 from paceline.runner.gpu.kernels.scaled_rows import (
     EIGHT_BITS,
     ScaledRows,
@@ -148,7 +147,7 @@ def check_scaled_row_product(
         new = torch.full_like(residual, NAN)
         norm = RowNorm(residual=residual, new_residual=new, weight=norm_weight, epsilon=1e-6)
     out = torch.full((columns,), NAN, dtype=shape.dtype, device=shape.device)
-    scaled_row_product(out, x, weight, norm=norm, gated=gated, tuning=tuning)
+    row_product(out, x, weight, norm=norm, gated=gated, tuning=tuning)
     expected, total = reference_scaled_row_product(x, weight, norm=norm, gated=gated)
     assert_close(out, expected, shape.tolerance)
     if norm is not None:

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.models.files.draft_head import HeadFiles, head_tensors, new_head, write_head
+from paceline.models.files.head_folder import HeadFiles, head_tensors, new_head, write_head
 from paceline.models.files.open import open_checkpoint
 from paceline.scheduler import sized_drafts
 from tests.gpu.engine_cases import PROMPTS, engine, saved, tokens_of

@@ -8,14 +8,18 @@ from itertools import count
 from typing import Any
 
 from paceline.kv.manager import KVManager
-from paceline.server.generate.admission import Admission, Permit
+from paceline.server.generate.request_admission import Permit, RequestAdmission
 from paceline.server.request_log import RequestLog
 from tests.soak.inspected import run
 
 EVERY = 40  # how many go well between two that leak
 MOST_BLOCK_LEAKS = 3  # with more the pool would be empty before the run is over
 KEPT: list[Any] = []
-_ended, _give_back_places, _give_back = RequestLog.ended, Admission.give_back_places, KVManager._give_back
+_ended, _give_back_places, _give_back = (
+    RequestLog.ended,
+    RequestAdmission.give_back_places,
+    KVManager._give_back,
+)
 _numbers = {name: count(1) for name in ("tasks", "permits", "blocks")}
 
 
@@ -30,7 +34,7 @@ def leak_memory_and_tasks(self: RequestLog, exchange: Any) -> None:
     _ended(self, exchange)
 
 
-def leak_permits(self: Admission, permit: Permit, tenant: str) -> None:
+def leak_permits(self: RequestAdmission, permit: Permit, tenant: str) -> None:
     if not _is_time("permits"):
         _give_back_places(self, permit, tenant)
 
@@ -42,6 +46,6 @@ def leak_blocks(self: KVManager, group: int, blocks: Any, seq: int, level: int =
 
 if __name__ == "__main__":
     RequestLog.ended = leak_memory_and_tasks  # type: ignore[method-assign]
-    Admission.give_back_places = leak_permits  # type: ignore[method-assign]
+    RequestAdmission.give_back_places = leak_permits  # type: ignore[method-assign]
     KVManager._give_back = leak_blocks  # type: ignore[method-assign]
     run("tests.soak.leaky", sys.argv[1:])

@@ -19,14 +19,8 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import (
-    DraftConfig,
-    EngineConfig,
-    GroupSpec,
-    KVConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams

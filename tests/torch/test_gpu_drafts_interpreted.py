@@ -22,7 +22,8 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.counters import Counters
 from paceline.core.plan import DraftTally, Runner
 from paceline.core.request import Cost

@@ -21,15 +21,16 @@ from tests.torch.interpreted import reason_to_skip
 if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
-from paceline.config.engine import DraftConfig, EngineConfig, GroupSpec, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.config.sized import Capacity
+from paceline.config.speculative import DraftConfig
 from paceline.core.counters import Counters
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.models.draft_head import build_head
-from paceline.models.files.draft_head import HeadFiles
+from paceline.models.files.head_folder import HeadFiles
 from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner

@@ -17,7 +17,7 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.models import SharedMemory
+from paceline.config.model_set import SharedMemory
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.slab_trade import SlabTrade, broken_slabs

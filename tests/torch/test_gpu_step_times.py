@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.engine import DraftConfig, SchedulerConfig
+from paceline.config.engine import SchedulerConfig
+from paceline.config.speculative import DraftConfig
 from paceline.models.files.open import open_checkpoint
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS

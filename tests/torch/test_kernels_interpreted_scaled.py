@@ -12,8 +12,8 @@ if reason := reason_to_skip():
 
 from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.packed_product import packed_tuning
+from paceline.runner.gpu.kernels.row_product import RowTuning, scaled_row_tuning
 from paceline.runner.gpu.kernels.scaled_product import scaled_gated_tuning, scaled_tuning
-from paceline.runner.gpu.kernels.scaled_row_product import RowTuning, scaled_row_tuning
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
 from tests.gpu import kernel_scaled_cases as scaled
 from tests.gpu.kernel_cases import FP8, Shape
@@ -108,4 +108,4 @@ def test_every_shape_is_cut_without_a_rest() -> None:
                 assert cut.parts == 1 or narrow
             gated = scaled_gated_tuning(rows, columns, inner)
             assert columns % gated.columns == 0 and inner % gated.inner == 0
-        assert columns % scaled_row_tuning(columns, inner, gated=False).columns == 0
+        assert columns % scaled_row_tuning(columns, inner).columns == 0

@@ -23,7 +23,7 @@ from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import DraftModel, DraftNet, EagleHead, build_head
-from paceline.models.files.draft_head import HeadFiles, head_tensors, new_head, write_head
+from paceline.models.files.head_folder import HeadFiles, head_tensors, new_head, write_head
 from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec, RopeSpec

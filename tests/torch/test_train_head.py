@@ -12,8 +12,8 @@ from paceline import LLM, SamplingParams
 from paceline.cli.main import run
 from paceline.errors import InputError
 from paceline.lab.train.head import train_head
-from paceline.lab.train.options import TrainHeadOptions
-from paceline.models.files.draft_head import open_head
+from paceline.lab.train.train_options import TrainHeadOptions
+from paceline.models.files.head_folder import open_head
 from paceline.models.files.open import open_checkpoint
 from paceline.runner.drafts import OF_HISTORY, OF_MODEL
 from tests.bits import always_draft

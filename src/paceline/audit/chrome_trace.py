@@ -29,7 +29,7 @@ _ADMITTED = (DecisionKind.ADMIT, DecisionKind.RESUME)  # a fork is followed by o
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRow:
     """A request on its row."""
 
     request: int
@@ -92,7 +92,7 @@ class _Fold:
 
     def __init__(self) -> None:
         self._to = _Events()
-        self._rows: dict[int, Held] = {}
+        self._rows: dict[int, HeldRow] = {}
         self._row_of: dict[int, int] = {}
         self._open: dict[int, OpenRequest] = {}
         self._blocks = _Blocks()
@@ -201,7 +201,7 @@ class _Fold:
     # -- the plan ------------------------------------------------------------------------------------------
 
     def _join(self, request: int, row: int, start_s: float) -> None:
-        self._rows[row] = Held(request, row, start_s, start_s)
+        self._rows[row] = HeldRow(request, row, start_s, start_s)
         self._row_of[request] = row
         opened = self._open.get(request)
         if opened is not None:
@@ -219,7 +219,7 @@ class _Fold:
         if opened is not None:
             opened.waits_from_s = end_s
 
-    def _rest(self, held: Held, time_s: float) -> None:
+    def _rest(self, held: HeldRow, time_s: float) -> None:
         if held.decode_from_s is not None:
             held.busy_until_s = max(time_s, held.decode_from_s)
             self._to.decoded(held, held.busy_until_s, self.num_steps - held.steps)
@@ -318,22 +318,22 @@ class _Events:
         self._async("b", opened.request, opened.waits_for, opened.waits_from_s)
         self._async("e", opened.request, opened.waits_for, max(end_s, opened.waits_from_s))
 
-    def preempted(self, held: Held, rule: str, time_s: float) -> None:
+    def preempted(self, held: HeldRow, rule: str, time_s: float) -> None:
         reason, _, kind = rule.partition(":")
         args = {"request": held.request, "reason": reason, "kind": kind}
         self._add("i", f"preempted ({kind})", time_s, tid=self._thread(held.row), s="t", args=args)
 
-    def prefilled(self, held: Held, tokens: int, span: Span, *, again: bool) -> None:
+    def prefilled(self, held: HeldRow, tokens: int, span: Span, *, again: bool) -> None:
         args = {"tokens": tokens, "step": span.seq, "request": held.request}
         name = "compute again" if again else "prefill"
         self._slice(name, span.start_s, span.end_s, self._thread(held.row), args)
 
-    def decoded(self, held: Held, end_s: float, steps: int) -> None:
+    def decoded(self, held: HeldRow, end_s: float, steps: int) -> None:
         assert held.decode_from_s is not None
         args = {"steps": steps, "request": held.request}
         self._slice("decode", held.decode_from_s, end_s, self._thread(held.row), args)
 
-    def left(self, held: Held, end_s: float) -> None:
+    def left(self, held: HeldRow, end_s: float) -> None:
         name = f"request {held.request}"
         self._slice(name, held.from_s, end_s, self._thread(held.row), {"request": held.request})
         self._async("b", held.request, f"on row {held.row}", held.from_s)

@@ -21,8 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import (
-    MOST_DRAFTS,
-    DraftConfig,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -31,6 +29,7 @@ from paceline.config.engine import (
     SchedulerConfig,
     StepCosts,
 )
+from paceline.config.speculative import MOST_DRAFTS, DraftConfig
 from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.inputs import INPUT_TYPES, AddRequest, Input

@@ -33,7 +33,7 @@ from paceline.server.access.caller import (
 )
 
 if TYPE_CHECKING:
-    from paceline.server.access.auth import Key
+    from paceline.server.access.keys_file import Key
 
 
 # The command lines of `paceline keys`: their options and help pages.

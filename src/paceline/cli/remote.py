@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from paceline.cli.answer import ChatAnswer, Conversation, Show
+from paceline.cli.answering import ChatAnswer, Conversation, Show
 from paceline.errors import InputError, PacelineError
 from paceline.models.files.sampling_defaults import ANSWER_TOKENS
 

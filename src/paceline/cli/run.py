@@ -46,7 +46,7 @@ def _run(values: Mapping[str, Any]) -> None:
     prompt = read_prompt(values["prompt"])
     find_model(engine)
 
-    from paceline.cli.answer import Talker
+    from paceline.cli.answering import Talker
     from paceline.cli.terminal import Printer, note
 
     printer = Printer(sys.stdout)

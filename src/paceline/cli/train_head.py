@@ -9,7 +9,7 @@ from typing import Any
 from paceline.cli.command import Command
 from paceline.config.options import from_values
 from paceline.errors import InputError
-from paceline.lab.train.options import TrainHeadOptions
+from paceline.lab.train.train_options import TrainHeadOptions
 
 HELP = """
 Train a head that makes drafts for a model.

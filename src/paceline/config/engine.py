@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.config.kept_kv import check_kept
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
+from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
@@ -32,19 +32,6 @@ QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
 CPU_BACKENDS = ("auto", "native", "torch")
 DIAL_OPTIONS = ("dial", "target_itl_p99_ms", "target_ttft_p99_ms")  # one of them at most
-HEAD_KINDS = ("eagle", "medusa")
-MODEL_METHODS = (*HEAD_KINDS, "draft_model")  # that need a model
-DRAFT_METHODS = ("off", "auto", "ngram", "history", *MODEL_METHODS)
-# For tests and measurements, on a GPU: drafts are the request's prediction, some of them spoilt.
-ORACLE = "oracle"
-# Steps of a GPU with drafts: tokens of all rows together.
-DRAFT_BUCKETS = (
-    2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
-    1280, 1536, 1792, 2048,
-)  # fmt: skip
-PROBE_EVERY = 32  # of its steps without drafts; then their first ones are compared with the tokens that come
-USUAL_DRAFTS, MOST_DRAFTS = 7, 15  # of a row in a step
-USUAL_GUESSES = 4  # the same where a model makes them, which takes time for each
 MOST_STEPS_AHEAD = 8  # of the device
 LEAST_TARGET_MS, MOST_TARGET_MS = 0.1, 600_000.0
 
@@ -180,24 +167,6 @@ class PreemptionCosts:
         finite = (self.token_s, self.product_s, self.step_s, self.disk_block_s, self.disk_write_s)
         if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
             raise ConfigError("what preemption costs must be numbers that are not negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
-    """Tokens that are guessed and verified in one step. Part of the config, so that a run log has it."""
-
-    method: str = "ngram"
-    model: str = ""  # folder or name of the head or model that guesses; empty: none does
-    width: int = USUAL_DRAFTS  # most drafts of one row in a step
-    # Seconds of a step as a line over its tokens, as far as known at the start.
-    fixed_s: float = 0.0
-    token_s: float = 0.0
-    acceptance: float = 1.0  # of an oracle: share of its drafts that are right
-    # Steps of a GPU: tokens of each size there is, ascending, and the seconds of such a step. A step is computed at the
-    # next larger size, with all the drafts it has room for, and has none beside prompts. Empty: steps are as large as
-    # what they compute.
-    sizes: tuple[int, ...] = ()
-    seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -516,8 +485,23 @@ class ModelConfig(CheckedOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_kept(self)
+        self._check_kept()
         assert isinstance(self.first_adapters, dict)  # raises for names that are none
+
+    def _check_kept(self) -> None:
+        """Which options for KV that outlives a server go together."""
+        if self.kv_disk_dir is not None and self.kv_store is not None:
+            raise ConfigError("--kv-disk-dir and --kv-store are the same level: give one of them")
+        if self.kv_disk_dir is None and self.kv_disk_size:
+            raise ConfigError(
+                "--kv-disk-size needs --kv-disk-dir; the size of --kv-store is the maxmemory of redis"
+            )
+        if self.kv_disk_write_rate and self.kv_disk_dir is None and self.kv_store is None:
+            raise ConfigError("--kv-disk-write-rate needs --kv-disk-dir or --kv-store")
+        if (self.kv_store is None) != (self.kv_store_key is None):
+            raise ConfigError(
+                "--kv-store and --kv-store-key go together: servers that share a store share the file of its key"
+            )
 
     @property
     def cpu_kv_dtype(self) -> str:
@@ -546,6 +530,8 @@ class ModelConfig(CheckedOptions):
 class EngineConfig(CheckedOptions):
     """Everything `factory` needs to build an engine around a runner."""
 
+    PANEL: ClassVar = "Records to keep"
+
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     depth: int = option(
@@ -561,30 +547,18 @@ class EngineConfig(CheckedOptions):
         "newest decisions kept in memory to explain requests, about 300 bytes each",
         low=0,
         high=1 << 24,
-        panel="Records to keep",
     )
     decision_log: str = option(
-        "",
-        "folder for a log of all decisions in which changes can be detected",
-        panel="Records to keep",
-        metavar="DIR",
+        "", "folder for a log of all decisions in which changes can be detected", metavar="DIR"
     )
-    decision_log_bytes: int = option(
-        64 << 20, "size at which a new file begins", low=1 << 16, panel="Records to keep"
-    )
-    decision_log_files: int = option(
-        16, "most files to keep; the oldest are deleted", low=2, panel="Records to keep"
-    )
-    decision_log_days: float = option(
-        30.0, "age in days at which a file is deleted", low=0.001, panel="Records to keep"
-    )
+    decision_log_bytes: int = option(64 << 20, "size at which a new file begins", low=1 << 16)
+    decision_log_files: int = option(16, "most files to keep; the oldest are deleted", low=2)
+    decision_log_days: float = option(30.0, "age in days at which a file is deleted", low=0.001)
     run_log: str = option(
         "", "record the run, for replay; .gz: compressed", basic=True, panel="Recording", metavar="FILE"
     )
-    run_log_bytes: int = option(
-        1 << 30, "size at which the run log ends", low=1 << 16, panel="Records to keep"
-    )
-    run_log_files: int = option(8, "logs of earlier runs to keep", low=0, panel="Records to keep")
+    run_log_bytes: int = option(1 << 30, "size at which the run log ends", low=1 << 16)
+    run_log_files: int = option(8, "logs of earlier runs to keep", low=0)
 
 
 # The configs whose options `LLM`, `AsyncLLM` and the commands take by name.

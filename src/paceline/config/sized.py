@@ -8,15 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.config.engine import (
-    DraftConfig,
-    EngineConfig,
-    GroupSpec,
-    KVConfig,
-    PreemptionCosts,
-    SchedulerConfig,
-)
+from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
 from paceline.config.options import pick
+from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 
 _SLABS = ("slab_blocks", "least_blocks", "most_slabs")

@@ -18,7 +18,7 @@ from paceline.core.kv_keep import KVKeep
 from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, named_keys
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 
 
 class Input:

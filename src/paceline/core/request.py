@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
-from paceline.core.tree import Tree, TreeLimits
+from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.errors import InvalidRequest
 
 RequestId = NewType("RequestId", int)
@@ -225,7 +225,7 @@ class Request:
         self.shares = len(tokens)  # of its tokens, those it has in common with its parent
         self.score = 0.0  # among the branches of its tree, the higher goes first
         self.tree_limits: TreeLimits | None = None  # of the first request of a tree, where there are any
-        self.tree: Tree | None = None
+        self.tree: RequestTree | None = None
         self.state = RequestState.NEW
         self.blocked: Blocked | None = None
         self.held: Hold | None = None

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.costs.model import CostModel, PiecewiseLinear, StepShape
+from paceline.costs.cost_model import CostModel, PiecewiseLinear, StepShape
 from paceline.errors import InputError
 
 Array = NDArray[np.float64]

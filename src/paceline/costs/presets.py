@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from paceline.costs.model import PiecewiseLinear
+from paceline.costs.cost_model import PiecewiseLinear
 from paceline.errors import InputError
 
 

@@ -12,13 +12,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from paceline.config.engine import PreemptionCosts, StepCosts
-from paceline.costs.model import CostModel, StepShape
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, head_seconds, layers_seconds
 
 _LOGIT_PASSES = 2  # sampling reads the logits about twice; writing them is part of the matrix product
 
 
-class StepParts(NamedTuple):
+class RooflineParts(NamedTuple):
     """Where the seconds of a step go."""
 
     fixed_s: float
@@ -48,7 +48,7 @@ class Roofline(CostModel):
     def step_seconds(self, shape: StepShape) -> float:
         return sum(self.parts(shape))
 
-    def parts(self, shape: StepShape) -> StepParts:
+    def parts(self, shape: StepShape) -> RooflineParts:
         """The same seconds, one number per kind of work."""
         prefill_tokens = shape.prefill_tokens
         tokens = shape.decode_rows + prefill_tokens
@@ -59,7 +59,7 @@ class Roofline(CostModel):
             # A short span at the end of a long context is a read of that context, not arithmetic. How many
             # spans there are is not known here, so one read of the mean context is the least it can cost.
             prefill = max(products * self._product_s, products / prefill_tokens * self._kv_s)
-        return StepParts(
+        return RooflineParts(
             fixed_s=self.device.fixed_step_s,
             matmul_s=self._layers_s(tokens) if tokens else 0.0,
             elementwise_s=tokens * self._elementwise_s,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
@@ -32,7 +32,7 @@ class Needs(NamedTuple):
     kept: int = 0  # at the first level of sleep
 
 
-class Order(NamedTuple):
+class SleepOrder(NamedTuple):
     """Put a model to sleep, or wake it (level 0)."""
 
     model: int
@@ -134,7 +134,7 @@ class Conductor:
             else:
                 seat.standing, seat.level = Standing.ASLEEP, WEIGHTS_DROPPED
 
-    def orders(self, now_s: float, busy: Sequence[bool]) -> list[Order]:
+    def orders(self, now_s: float, busy: Sequence[bool]) -> list[SleepOrder]:
         """What is to be put to sleep or woken now; `busy`: a model has requests. To be carried out in this order."""
         for seat, is_busy in zip(self.seats, busy, strict=True):
             if is_busy:
@@ -167,14 +167,14 @@ class Conductor:
                 return False
         return True
 
-    def _idle(self, now_s: float, busy: Sequence[bool]) -> Iterator[Order]:
+    def _idle(self, now_s: float, busy: Sequence[bool]) -> Iterator[SleepOrder]:
         for index, (seat, is_busy) in enumerate(zip(self.seats, busy, strict=True)):
             after_s = seat.config.idle_sleep_s
             is_idle = after_s is not None and not is_busy and now_s - seat.busy_s >= after_s
             if is_idle and seat.standing is Standing.AWAKE and seat.can_sleep:
-                yield Order(index, seat.config.sleep_level)
+                yield SleepOrder(index, seat.config.sleep_level)
 
-    def _room_for(self, model: int, now_s: float, busy: Sequence[bool]) -> list[Order]:
+    def _room_for(self, model: int, now_s: float, busy: Sequence[bool]) -> list[SleepOrder]:
         """A request waits for a model that sleeps: wake it, and put others to sleep where there is no room."""
         seat = self.seats[model]
         if seat.wanted_since_s is None:
@@ -183,13 +183,13 @@ class Conductor:
         if self.memory is not None:
             others = sum(each.held for each in self.seats if each is not seat)
             missing = others + seat.needs.awake - self.memory
-        found: list[Order] = []
+        found: list[SleepOrder] = []
         for index in self._victims(model, now_s, busy) if missing > 0 else ():
-            found.append(Order(index, WEIGHTS_DROPPED))
+            found.append(SleepOrder(index, WEIGHTS_DROPPED))
             missing -= self.seats[index].held
             if missing <= 0:
                 break
-        return [*found, Order(model, 0)] if missing <= 0 else []
+        return [*found, SleepOrder(model, 0)] if missing <= 0 else []
 
     def _victims(self, model: int, now_s: float, busy: Sequence[bool]) -> list[int]:
         """Models that may be put to sleep for another one: those longest without a request first, busy ones last."""

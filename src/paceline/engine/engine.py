@@ -36,7 +36,7 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest

@@ -40,7 +40,7 @@ _NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class GrammarVerdict:
     """What is known of a structure: `error` is "" for one that compiles."""
 
     error: str = ""
@@ -49,7 +49,7 @@ class Verdict:
     has_control_tokens: bool = False  # which only a program may write, never a client
 
     @classmethod
-    def read(cls, line: bytes | str) -> Verdict:
+    def read(cls, line: bytes | str) -> GrammarVerdict:
         """From what a checking process writes."""
         found = json.loads(line)
         return cls(**{**found, "ignored": tuple(found["ignored"])})
@@ -82,7 +82,7 @@ def question(structure: Structure) -> Structure:
     return replace(structure, after="", within=None) if structure.after else structure
 
 
-def verdict_of(structure: Structure) -> Verdict:
+def verdict_of(structure: Structure) -> GrammarVerdict:
     """Compile it once, without a vocabulary, and look whether an answer can begin and end."""
     from llguidance import LLMatcher
 
@@ -102,22 +102,24 @@ def verdict_of(structure: Structure) -> Verdict:
     if not has_control_tokens and (fault := _first_mask_fault(grammar)):
         return _failed(fault)
     names = dict.fromkeys(name for note in notes for name in _ignored_names(note))
-    return Verdict(ignored=tuple(names)[:MAX_IGNORED], has_control_tokens=has_control_tokens)
+    return GrammarVerdict(ignored=tuple(names)[:MAX_IGNORED], has_control_tokens=has_control_tokens)
 
 
 @lru_cache(maxsize=256)
-def _known_verdict(structure: Structure) -> Verdict:
+def _known_verdict(structure: Structure) -> GrammarVerdict:
     verdict = verdict_of(structure)
     if verdict.ignored:  # once for each structure; a server says it in a header instead
         _logger.warning("structured_outputs: ignored are %s", ", ".join(verdict.ignored))
     return verdict
 
 
-def _failed(sentence: str, *, place: str = "") -> Verdict:
+def _failed(sentence: str, *, place: str = "") -> GrammarVerdict:
     """A sentence of llguidance may draw its place below; that is left out, for a client does not know those lines."""
     lines = (line for line in sentence.splitlines() if not _DRAWN.fullmatch(line))
     said = " ".join(" ".join(lines).split())[: MAX_SENTENCE - len(place) - 5]
-    return Verdict(error=f"{said} (at {place})" if place else said, too_complex=bool(_TOO_MUCH.search(said)))
+    return GrammarVerdict(
+        error=f"{said} (at {place})" if place else said, too_complex=bool(_TOO_MUCH.search(said))
+    )
 
 
 def _first_mask_fault(grammar: str) -> str:

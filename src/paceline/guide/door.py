@@ -23,7 +23,7 @@ from dataclasses import asdict
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest, QueueFull
-from paceline.guide.check import FIELD, Verdict, check_installed, question
+from paceline.guide.check import FIELD, GrammarVerdict, check_installed, question
 
 # -P: a file in the folder the server was started in must not stand in for a module.
 COMMAND = (sys.executable, "-P", "-m", "paceline.guide.check")
@@ -36,8 +36,8 @@ START_S = 30.0  # for a process to begin, which a busy machine delays; no part o
 WAIT_S = 5.0  # for a process to be free
 # On a machine that is busy now the same structure may be checked in time later.
 REMEMBER_LATE_S = 60.0
-LATE = Verdict(error="it takes too long to check; write a smaller one", too_complex=True)
-CRASHED = Verdict(
+LATE = GrammarVerdict(error="it takes too long to check; write a smaller one", too_complex=True)
+CRASHED = GrammarVerdict(
     error="its check needs more memory than it may have, or crashed; write a smaller one", too_complex=True
 )
 
@@ -55,7 +55,7 @@ class Door:
         self._free = asyncio.Semaphore(max_workers)
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="paceline-check")
         # By digest; a task that is done is a remembered answer, one under way is shared by all that ask the same.
-        self._verdicts: OrderedDict[bytes, asyncio.Task[Verdict]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, asyncio.Task[GrammarVerdict]] = OrderedDict()
 
     async def check(
         self, structure: Structure, field: str = FIELD, *, control_tokens: bool = False
@@ -80,7 +80,7 @@ class Door:
     async def find(self, pattern: str, text: str) -> str | None:
         """What a pattern finds in a text: see `last_match`. Raises InvalidRequest where that takes too long."""
         told = await self._take_turn(json.dumps({"pattern": pattern, "text": text}).encode())
-        if isinstance(told, Verdict):
+        if isinstance(told, GrammarVerdict):
             raise InvalidRequest(
                 "search: the pattern takes too long to match an answer; write a simpler one", param="search"
             )
@@ -95,18 +95,18 @@ class Door:
             self._idle.pop().kill()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _ask(self, asked: bytes, key: bytes) -> Verdict:
+    async def _ask(self, asked: bytes, key: bytes) -> GrammarVerdict:
         try:
             told = await self._take_turn(asked)
         except BaseException:
             self._verdicts.pop(key, None)
             raise
-        verdict = told if isinstance(told, Verdict) else Verdict.read(told)
+        verdict = told if isinstance(told, GrammarVerdict) else GrammarVerdict.read(told)
         if verdict is LATE:
             asyncio.get_running_loop().call_later(REMEMBER_LATE_S, self._verdicts.pop, key, None)
         return verdict
 
-    async def _take_turn(self, asked: bytes) -> bytes | Verdict:
+    async def _take_turn(self, asked: bytes) -> bytes | GrammarVerdict:
         """The answer, or LATE or CRASHED."""
         try:
             async with asyncio.timeout(WAIT_S):
@@ -119,17 +119,17 @@ class Door:
         finally:
             self._free.release()
 
-    def _answer(self, asked: bytes) -> bytes | Verdict:
+    def _answer(self, asked: bytes) -> bytes | GrammarVerdict:
         """In a thread of its own, which waits for one process."""
         worker = self._worker()
-        told: bytes | Verdict
+        told: bytes | GrammarVerdict
         try:
             told = worker.ask(asked, self._check_s) or CRASHED
         except TimeoutError:
             told = LATE
         except OSError:
             told = CRASHED
-        if isinstance(told, Verdict):
+        if isinstance(told, GrammarVerdict):
             worker.kill()
             self._workers.discard(worker)
         else:

@@ -22,7 +22,7 @@ from paceline.core.events import StepEvents
 from paceline.core.request import DEFAULT_TENANT, Change, ChangeOutcome
 from paceline.core.sampling import MAX_HOLD_S, RequestOutputKind, SamplingParams
 from paceline.core.service_class import ServiceLevel, class_of
-from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
+from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
 from paceline.engine.engine import Engine, apply_change
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
@@ -32,7 +32,7 @@ from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 from paceline.llm.search import SearchResult, make_search
-from paceline.llm.tree import AsyncTree, FindPattern, Inserted, Told
+from paceline.llm.tree import AsyncTree, FindPattern, Inserted, TellingBackend
 from paceline.text.tools.reading import read_openai_tools
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
@@ -136,18 +136,17 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
         loop.call_soon_threadsafe(function)
 
 
-class TreeInThread:
+class TreeInThread(TellingBackend):
     """The backend of a tree: commands go to the engine's thread, which sends a new state after each."""
 
     def __init__(
         self, llm: AsyncLLM, name: str, reader: Reader, whole: RequestOutput, sampling: SamplingParams
     ) -> None:
+        super().__init__()
         self._llm, self._name, self._reader = llm, name, reader
         self.tokenizer, self.sampling = llm.get_tokenizer(), sampling
         self.find_pattern: FindPattern | None = None
         self._whole = whole  # the engine's thread's own
-        self._told: set[asyncio.Task[Any]] = set()
-        self._errors = Told()
         if reader.output is None:
             reader.output = whole.copied()
 
@@ -155,20 +154,6 @@ class TreeInThread:
     def output(self) -> RequestOutput:
         assert self._reader.output is not None
         return self._reader.output
-
-    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
-        await self.settled()
-        return await self._do(what, args, options)
-
-    def tell(self, what: str, *args: Any, **options: Any) -> None:
-        task = asyncio.ensure_future(self._do(what, args, options))
-        self._told.add(task)
-        task.add_done_callback(self._note)
-
-    async def settled(self) -> None:
-        while self._told:
-            await asyncio.wait(self._told)
-        self._errors.check()
 
     async def changed(self) -> None:
         reader = self._reader
@@ -194,10 +179,6 @@ class TreeInThread:
                 _call(reader.loop, lambda: reader.take(state))
 
         return await self._llm._in_engine(do)
-
-    def _note(self, task: asyncio.Task[Any]) -> None:
-        self._told.discard(task)
-        self._errors.note(None if task.cancelled() else task.exception())
 
 
 class AsyncLLM(ModelHolder):

@@ -12,7 +12,7 @@ from paceline.core.adapter import NO_ADAPTER
 from paceline.core.request import DEFAULT_TENANT, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check
@@ -30,7 +30,7 @@ from paceline.llm.prompts import (
 )
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools.grammar import with_tool_named
+from paceline.text.tools.call_grammar import with_tool_named
 
 _logger = logging.getLogger("paceline")
 _COMPILING_S = 0.001

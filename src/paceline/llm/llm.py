@@ -12,7 +12,7 @@ from typing import Any, Self
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
-from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
+from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.adapters import LoRARequest
 from paceline.llm.arguments import check_call

@@ -14,6 +14,7 @@ end at their first step. Knows outputs, not events. Decision: docs/decisions/004
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -311,3 +312,32 @@ class Told:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class TellingBackend:
+    """The part of a `Backend` in an event loop that keeps what was told in order."""
+
+    def __init__(self) -> None:
+        self._told: set[asyncio.Task[Any]] = set()
+        self._errors = Told()
+
+    async def _do(self, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
+        await self.settled()
+        return await self._do(what, args, options)
+
+    def tell(self, what: str, *args: Any, **options: Any) -> None:
+        task = asyncio.ensure_future(self._do(what, args, options))
+        self._told.add(task)
+        task.add_done_callback(self._note)
+
+    async def settled(self) -> None:
+        while self._told:
+            await asyncio.wait(self._told)
+        self._errors.check()
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._told.discard(task)
+        self._errors.note(None if task.cancelled() else task.exception())

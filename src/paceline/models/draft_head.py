@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.models.decoder import Decoder
-from paceline.models.files.draft_head import EMBEDDING, LAYER, HeadFiles, HeadSpec
+from paceline.models.files.head_folder import EMBEDDING, LAYER, HeadFiles, HeadSpec
 from paceline.models.layers import ACTIVATIONS, Linear
 from paceline.models.rope import Rotary, rotate
 from paceline.models.spec import FurtherLayer

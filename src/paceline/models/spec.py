@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.costs.model import ModelWork
+from paceline.costs.cost_model import ModelWork
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
@@ -23,7 +23,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
@@ -38,7 +38,7 @@ from paceline.process.client import (
 )
 from paceline.process.frames import error_of
 from paceline.process.questions import ModelSender, Numbers, Questions, Sender
-from paceline.process.streams import Branch, Stream
+from paceline.process.streams import Stream, StreamBranch
 
 _logger = logging.getLogger("paceline")
 LOST_MODEL = "this model could not be woken; an operator can try again: POST /v1/models/{id}/wake"
@@ -57,7 +57,7 @@ class AsyncEngine:
         self._stats = EngineStats()
         self._sender: Sender | None = None
         self._streams: dict[int, Stream] = {}  # by their first branch
-        self._branches: dict[int, Branch] = {}  # those that have not ended
+        self._branches: dict[int, StreamBranch] = {}  # those that have not ended
         self._undelivered: list[Stream] = []  # with updates in the frame that is being read
         self._questions = Questions[frames.Answer]("questions are being answered")
         self._forecasts = Questions[Forecast | None]("estimates are being made")
@@ -491,7 +491,7 @@ class AsyncEngine:
         if not branch.is_touched:
             self._touch(branch)
 
-    def _touch(self, branch: Branch) -> None:
+    def _touch(self, branch: StreamBranch) -> None:
         """Note that a branch has an update. An error there ends its request alone."""
         try:
             branch.touch()

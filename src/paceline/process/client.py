@@ -21,8 +21,8 @@ from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree import TreeLimits
-from paceline.costs.model import ModelWork
+from paceline.core.tree_limits import TreeLimits
+from paceline.costs.cost_model import ModelWork
 from paceline.errors import PacelineError
 
 

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from paceline.config.engine import ModelConfig
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
@@ -42,7 +42,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.core.standing import Standing
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,

@@ -17,7 +17,7 @@ from paceline.process.client import BranchUpdate, OnUpdates
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class StreamBranch:
     """One branch and what its reader has not taken yet."""
 
     stream: Stream
@@ -87,9 +87,9 @@ class Stream:
         finish_at: Callable[[int, int], None],
     ) -> None:
         self.first = first
-        self.branches = [Branch(self, first + index, index) for index in range(count)]
+        self.branches = [StreamBranch(self, first + index, index) for index in range(count)]
         self.num_open = count  # branches that have not ended
-        self.touched: list[Branch] = []
+        self.touched: list[StreamBranch] = []
         self.undelivered = undelivered  # the dispatcher's: streams that were touched by the frame at hand
         self._on_updates: OnUpdates | None = None
         self.error: PacelineError | None = None

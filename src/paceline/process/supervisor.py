@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paceline.config.engine import ModelConfig
-from paceline.config.models import ModelEntry, ModelSet
-from paceline.config.process import ProcessConfig
+from paceline.config.model_set import ModelEntry, ModelSet
+from paceline.config.server import ProcessConfig
 from paceline.process import child as children
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine

@@ -7,12 +7,15 @@ they came in. Knows rows and numbers; never a request, never text. What computes
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +35,7 @@ from paceline.core.plan import (
     StepTimes,
 )
 from paceline.core.pulse import Pulse
+from paceline.core.standing import WEIGHTS_DROPPED
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
@@ -481,3 +485,48 @@ class CPUPending:
 
     def wait(self) -> StepResult:
         return self._runner.finish_until(self._seq)
+
+
+# The runner of a model on a CPU over its sleeps: dropped with its KV, made again when the model wakes.
+#
+# At the first level the weights stay where they are: on a CPU, host memory is the device. Their file is not read again,
+# and a wake takes milliseconds. At the second level the weights go too, and a wake reads the file as the start did.
+
+
+Weights = TypeVar("Weights")
+
+
+class CPUSleeper(Generic[Weights]):
+    """`load` reads the weights, `make` puts a runner around them."""
+
+    def __init__(
+        self, load: Callable[[], Weights], make: Callable[[Weights], CPURunner], first: Weights
+    ) -> None:
+        self._load = load
+        self._make = make
+        self._weights: Weights | None = first
+        self._runner: CPURunner | None = None
+        self._last = CPUWork()
+
+    def open(self) -> CPURunner:
+        weights = self._weights
+        if weights is None:
+            weights = self._weights = self._load()
+        runner = self._runner = self._make(weights)
+        return runner
+
+    def let_go(self, level: int) -> None:
+        if self._runner is not None:
+            self._last = self._runner.work()
+            self._runner.close()
+            self._runner = None
+        if level >= WEIGHTS_DROPPED:
+            self._weights = None
+            gc.collect()
+            with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def work(self) -> CPUWork:
+        """What the threads have done; of a model that sleeps, before it did."""
+        runner = self._runner
+        return self._last if runner is None else runner.work()

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.engine import (
-    HEAD_KINDS,
-    MADE_ON_LOADING,
-    MODEL_METHODS,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-)
+from paceline.config.engine import MADE_ON_LOADING, EngineConfig, ModelConfig
 from paceline.config.sized import Capacity
+from paceline.config.speculative import HEAD_KINDS, MODEL_METHODS, DraftConfig
 from paceline.errors import ConfigError
-from paceline.models.files.draft_head import HeadFiles, head_kind, open_head
 from paceline.models.files.fetch import resolve
+from paceline.models.files.head_folder import HeadFiles, head_kind, open_head
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.spec import ModelSpec
 from paceline.runner.drafts import Drafter, History, NgramDrafter

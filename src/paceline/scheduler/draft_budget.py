@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.fast import total
 from paceline.core.plan import (
     DRAFT_KINDS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.events import Forecast, Rule
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
-from paceline.core.tree import Tree, TreeLimits
+from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -91,7 +91,7 @@ def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | 
         return None  # fewer than any tree may have
     tree = None if parent is None else parent.tree
     if tree is None:
-        tree = Tree(first.tree_limits or TreeLimits())
+        tree = RequestTree(first.tree_limits or TreeLimits())
         if parent is not None:
             tree.members[parent.id] = parent.most_generated
     objection = tree.objection(len(requests), sum(request.most_generated for request in requests))

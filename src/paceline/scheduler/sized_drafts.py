@@ -15,7 +15,8 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, SchedulerConfig
+from paceline.config.engine import SchedulerConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.fast import total
 from paceline.core.plan import DRAFT_KINDS, LEAST_CHANCE, StepResult, StepWork, draft_depth
 from paceline.scheduler.draft_budget import FIRST_TRUST, LATELY, DraftBudget, StepSeconds

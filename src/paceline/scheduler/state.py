@@ -43,7 +43,7 @@ from paceline.core.request import (
     RequestState,
     account_of,
 )
-from paceline.core.tree import Tree, TreeLimits
+from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
@@ -529,19 +529,19 @@ class SchedulerState:
         """A branch belongs to the tree of its parent, the first of a tree with limits to its own."""
         parent = None if request.parent is None else self.requests.get(request.parent)
         if parent is not None and parent.tree is None:
-            parent.tree = Tree(parent.tree_limits or TreeLimits())
+            parent.tree = RequestTree(parent.tree_limits or TreeLimits())
             parent.tree.members[parent.id] = parent.most_generated
             parent.tree.num_rows = int(parent.row != NO_ROW)
         if parent is not None:
             request.tree = parent.tree
         elif request.tree_limits is not None:
-            request.tree = Tree(request.tree_limits)
+            request.tree = RequestTree(request.tree_limits)
         if request.tree is not None:
             request.tree.members[request.id] = request.most_generated
             if request.score or request.tree.is_scored or (parent is not None and parent.score):
                 self.deal_places(request.tree)
 
-    def deal_places(self, tree: Tree) -> None:
+    def deal_places(self, tree: RequestTree) -> None:
         """Give the places that the branches of a tree have in the order of arrival to them by their scores."""
         tree.is_scored = True
         branches = [self.requests[RequestId(number)] for number in tree.members]

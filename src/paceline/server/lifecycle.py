@@ -24,7 +24,7 @@ from typing import Protocol
 from paceline.config.server import ServerConfig
 from paceline.errors import PacelineError
 from paceline.process.client import EngineClient, EngineInfo
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Api, Application, Background
 from paceline.server.health import Phase
 from paceline.server.http.listener import Listener

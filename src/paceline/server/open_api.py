@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config.engine import ModelConfig
-from paceline.config.models import ModelEntry
+from paceline.config.model_set import ModelEntry
 from paceline.config.server import ApiConfig
 from paceline.errors import ConfigError
 from paceline.process.client import EngineClient
@@ -21,7 +21,7 @@ from paceline.server.generate.request_record import Observer
 if TYPE_CHECKING:
     from paceline.server.batches.batches import BatchSettings
     from paceline.server.billing.billing import Billing
-    from paceline.server.generate.admission import Admission
+    from paceline.server.generate.request_admission import RequestAdmission
     from paceline.server.generate.service import Service
 
 
@@ -156,7 +156,7 @@ def check_adapters(model: ModelConfig, names: tuple[str, ...]) -> None:
         raise ConfigError(f"--lora-dir {model.lora_dir}: there is no such folder; make it first")
 
 
-def admission_gauges(admissions: Sequence[Admission]) -> list[tuple[str, str, float]]:
+def admission_gauges(admissions: Sequence[RequestAdmission]) -> list[tuple[str, str, float]]:
     """What is taken of the places and of the room for prompts."""
     taken = sum(each.places_taken for each in admissions)
     waiting = sum(each.tokens_waiting for each in admissions)

@@ -16,7 +16,7 @@ from paceline.server.call import Call
 from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import log
-from paceline.server.metrics.requests import HttpMetrics, RequestMetrics
+from paceline.server.metrics.request_metrics import HttpMetrics, RequestFamilies
 
 QUIET = frozenset(("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/metrics"))
 NOT_FOUND = 404
@@ -26,20 +26,20 @@ LONGEST_PATH = 100  # characters of a path in a line
 class RequestLog:
     """The observer of generations and the log of exchanges."""
 
-    def __init__(self, requests: RequestMetrics, http: HttpMetrics, *, writes_lines: bool) -> None:
+    def __init__(self, requests: RequestFamilies, http: HttpMetrics, *, writes_lines: bool) -> None:
         self._requests = requests
         self._http = http
         self._writes_lines = writes_lines
         self._ended: dict[str, list[RequestRecord]] = {}  # generations of requests that still run
         self.on_finished: Callable[[RequestRecord], None] = lambda record: None  # called at every end
-        self._by_model: Mapping[str, RequestMetrics] = {}
+        self._by_model: Mapping[str, RequestFamilies] = {}
         # Every update passes these checks, without a pause.
         self.first_token = requests.first_token
         self.tokens = requests.tokens
 
     # ------------------------------------------------------------ generations
 
-    def count_by_model(self, metrics: Mapping[str, RequestMetrics]) -> None:
+    def count_by_model(self, metrics: Mapping[str, RequestFamilies]) -> None:
         """Several models are served: each has figures of its own beside those of all."""
         total = self._requests
 
@@ -151,7 +151,7 @@ def _generated(received_s: float, records: list[RequestRecord]) -> dict[str, Any
 class StatsLine:
     """The line people know from vLLM, written while something happens."""
 
-    def __init__(self, number: int, client: EngineClient, requests: RequestMetrics) -> None:
+    def __init__(self, number: int, client: EngineClient, requests: RequestFamilies) -> None:
         self._number = number  # of the model
         self._client = client
         self._requests = requests

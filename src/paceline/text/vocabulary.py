@@ -33,7 +33,7 @@ def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
 
 def guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
-    from paceline.guide.compile import GuideCompiler
+    from paceline.guide.compiler import GuideCompiler
     from paceline.guide.matcher import mask_threads
 
     objection = ""

@@ -31,7 +31,7 @@ HOOKS = {
     "logits": "paceline.models.decoder:Decoder.logits",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
     "send": "paceline.process.supervisor:Link.send",
-    "deliver": "paceline.process.service:EngineService._deliver",
+    "deliver": "paceline.process.engine_service:EngineService._deliver",
 }
 GONE = {"engine_unavailable"}
 STUCK_S, REPLACED_S = 3.0, 7.0

@@ -30,7 +30,7 @@ HTTP_HOOKS = {
     "template": "paceline.text.chat_template:ChatTemplate.render",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
     "complete sampling": "paceline.llm.prompts:PromptReader.prepare",
-    "reserve": "paceline.server.generate.admission:Admission.reserve",
+    "reserve": "paceline.server.generate.request_admission:Admission.reserve",
     "submit": "paceline.process.async_engine:AsyncEngine.submit",
     "open text": "paceline.text.stream:TextStream.__init__",
     "stream push": "paceline.process.streams:Branch.touch",
@@ -41,9 +41,9 @@ HTTP_HOOKS = {
     "logprobs text": "paceline.llm.branch_text:logprob_entry",
     "frame": "paceline.server.api.openai_routes:ChunkWriter.write",
     "write": "paceline.server.http.protocol:GuardedProtocol.write_chunk",
-    "metrics started": "paceline.server.metrics.requests:RequestMetrics.started",
+    "metrics started": "paceline.server.metrics.request_metrics:RequestMetrics.started",
     "log started": "paceline.server.request_log:RequestLog.started",
-    "metrics finished": "paceline.server.metrics.requests:_values_of",
+    "metrics finished": "paceline.server.metrics.request_metrics:_values_of",
 }
 ENGINE_HOOKS = {
     "engine validate": "paceline.process.model_service:ModelService._tokens",

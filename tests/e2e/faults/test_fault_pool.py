@@ -19,7 +19,7 @@ BLOCK, BLOCKS = 16, 8
 CONTEXT = BLOCK * BLOCKS
 HOOKS = {
     "forward": "paceline.runner.native.step:NativeStep.forward",
-    "turn": "paceline.process.service:EngineService._turn",
+    "turn": "paceline.process.engine_service:EngineService._turn",
     "keys": "paceline.kv.prefix:KeyMaker.extend",
 }
 FLAGS = flags_of(

@@ -26,7 +26,7 @@ from tests.e2e.http_server import read_reply, request_bytes
 
 HOOKS = {
     "forward": "paceline.runner.native.step:NativeStep.forward",
-    "turn": "paceline.process.service:EngineService._turn",
+    "turn": "paceline.process.engine_service:EngineService._turn",
     "tokenize": "paceline.text.tokenizer:Tokenizer._encode",
     "json": "paceline.server.http.asgi:read_object",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.chat.conversation import HISTORY_MESSAGES, History, LineSource, _pasted
+from paceline.cli.chat.conversation import HISTORY_MESSAGES, ChatHistory, LineSource, _pasted
 
 
 def lines(*given: str) -> Callable[[str], str | None]:
@@ -30,9 +30,9 @@ def test_messages_are_lines_pastes_and_quoted_blocks() -> None:
 )
 def test_a_message_is_remembered_as_it_was(message: str, tmp_path: Path) -> None:
     path = tmp_path / "cache" / "chat_history"
-    history = History(path)
+    history = ChatHistory(path)
     assert history.add("before") and history.add(message) and not history.add(message)
-    assert History(path).messages == ["before", message]
+    assert ChatHistory(path).messages == ["before", message]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -40,10 +40,10 @@ def test_a_history_of_lines_is_still_read_and_does_not_grow_for_ever(tmp_path: P
     path = tmp_path / "chat_history"
     path.write_text('"not json\n' + "".join(f"{number}\n" for number in range(2 * HISTORY_MESSAGES)))
     last = [str(number) for number in range(HISTORY_MESSAGES, 2 * HISTORY_MESSAGES)]
-    assert History(path).messages == last
+    assert ChatHistory(path).messages == last
     assert path.read_text().split() == last
     path.write_text('"not json\n')
-    assert History(path).messages == ['"not json']
+    assert ChatHistory(path).messages == ['"not json']
 
 
 def test_lines_that_come_at_once_are_a_paste_where_the_terminal_does_not_say(

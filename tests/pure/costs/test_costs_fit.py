@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.costs.cost_model import StepShape
 from paceline.costs.fit import MIN_SAMPLES, VERSION, FittedCost, nonnegative_least_squares
-from paceline.costs.model import StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.roofline import Roofline
 from paceline.errors import InputError

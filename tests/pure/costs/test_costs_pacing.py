@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.costs.model import StepShape
+from paceline.costs.cost_model import StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.roofline import SIZES, Roofline, step_costs
 from paceline.costs.step_speed import FEWEST, RunningLine, StepSpeed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.costs.model import StepShape, span_context_products
+from paceline.costs.cost_model import StepShape, span_context_products
 from paceline.costs.presets import ModelShape, device_spec, model_shape
 from paceline.costs.roofline import Roofline
 

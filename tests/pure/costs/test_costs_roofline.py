@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.costs.model import PiecewiseLinear, StepShape, span_context_products
+from paceline.costs.cost_model import PiecewiseLinear, StepShape, span_context_products
 from paceline.costs.presets import (
     DEVICES,
     H200_BULK_FLOPS,

@@ -19,7 +19,7 @@ import yaml
 from paceline.cli.main import run
 from paceline.cli.serve import run as serve_run
 from paceline.config.server import ServerConfig
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Application
 from paceline.server.lifecycle import GRACE_S
 from tests.documented import ROOT

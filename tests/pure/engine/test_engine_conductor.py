@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT, Standing
-from paceline.engine.conductor import Conductor, Needs, Order, Seat, broken_rules
+from paceline.engine.conductor import Conductor, Needs, Seat, SleepOrder, broken_rules
 from paceline.errors import ConfigError
 from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -72,10 +72,10 @@ def test_an_idle_model_sleeps_and_a_request_wakes_it() -> None:
     conductor = Conductor([seat("a", idle_sleep_s=5, sleep_level=2), seat("b"), seat("c", pinned=True)])
     assert not conductor.is_settled
     assert conductor.orders(4.0, [False] * 3) == []
-    assert conductor.orders(5.0, [False] * 3) == [Order(0, WEIGHTS_DROPPED)]
+    assert conductor.orders(5.0, [False] * 3) == [SleepOrder(0, WEIGHTS_DROPPED)]
     conductor.slept(0, WEIGHTS_DROPPED)
     assert conductor.orders(9.0, [False, True, True]) == [], "it sleeps already"
-    assert conductor.orders(9.5, [True, False, False]) == [Order(0, 0)]
+    assert conductor.orders(9.5, [True, False, False]) == [SleepOrder(0, 0)]
     conductor.waking(0)
     assert conductor.orders(9.6, [True, False, False]) == [] and conductor.wake_delay_s(0) == 0.0
     conductor.woke(0, 10.0, 0.5)
@@ -93,7 +93,7 @@ def test_two_wakes_that_fail_are_the_last_until_an_operator_asks() -> None:
         assert conductor.seats[0].standing is standing
     assert conductor.orders(1.0, [True, True]) == [] and conductor.seats[1].standing is Standing.AWAKE
     conductor.call(0)
-    assert conductor.orders(1.5, [False, False]) == [Order(0, 0)]
+    assert conductor.orders(1.5, [False, False]) == [SleepOrder(0, 0)]
     conductor.waking(0)
     conductor.woke(0, 2.0, 0.1)
     assert conductor.seats[0].failed_wakes == 0
@@ -104,7 +104,7 @@ def test_another_model_sleeps_where_there_is_no_room() -> None:
     conductor = Conductor(seats, memory=110)
     for place in (0, 1):
         conductor.slept(place, WEIGHTS_DROPPED)
-    assert conductor.orders(1.0, [True, False, True]) == [Order(0, 0)]
+    assert conductor.orders(1.0, [True, False, True]) == [SleepOrder(0, 0)]
     conductor.waking(0)
     conductor.woke(0, 2.0, 1.0)
     # The one that runs is left alone until it has had time to run, and the other has waited.
@@ -112,13 +112,13 @@ def test_another_model_sleeps_where_there_is_no_room() -> None:
     assert conductor.orders(5.0, [True, True, True]) == []
     assert conductor.orders(11.0, [True, True, True]) == []
     found = conductor.orders(13.0, [True, True, True])
-    assert found == [Order(0, WEIGHTS_DROPPED), Order(1, 0)], "the pinned one never"
+    assert found == [SleepOrder(0, WEIGHTS_DROPPED), SleepOrder(1, 0)], "the pinned one never"
     conductor.slept(0, WEIGHTS_DROPPED)
     conductor.waking(1)
     assert broken_rules(conductor, [_asleep(), _asleep(), _ENGINE]) == []
     # One without requests sleeps at once.
     conductor.woke(1, 14.0, 1.0)
-    assert conductor.orders(14.1, [True, False, True]) == [Order(1, WEIGHTS_DROPPED), Order(0, 0)]
+    assert conductor.orders(14.1, [True, False, True]) == [SleepOrder(1, WEIGHTS_DROPPED), SleepOrder(0, 0)]
 
 
 def test_models_that_find_no_room_begin_asleep() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config.engine import DraftConfig, GroupSpec
+from paceline.config.engine import GroupSpec
+from paceline.config.speculative import DraftConfig
 from paceline.core.plan import EMPTY, StepResult
 from paceline.core.request import FinishReason
 from paceline.scheduler.rows import Rows

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.conductor import Conductor, Needs, Seat, broken_rules
 from paceline.engine.slab_trade import SlabTrade, broken_slabs

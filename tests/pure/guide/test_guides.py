@@ -13,7 +13,7 @@ import pytest
 from paceline.core.guide import Guide, masks_along
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide.compile import GuideCompiler
+from paceline.guide.compiler import GuideCompiler
 from paceline.guide.matcher import FEWEST, GuideBatch, Matcher, Vocabulary
 
 TEXTS = [*map(chr, range(32, 127)), "\n", '{"', '":', "name", "</th", "ink>", "true", "</think>x"]

@@ -29,7 +29,7 @@ from paceline.kv.reuse import (
     index_of,
 )
 from paceline.kv.wishes import MOST_AT_ONCE, Wishes
-from paceline.lab.sim.belady import arrivals_by_name, pools_with
+from paceline.lab.sim.replica import arrivals_by_name, pools_with
 
 SECOND = 1_000_000
 

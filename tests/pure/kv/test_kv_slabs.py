@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.config.engine import KVConfig, ModelConfig
-from paceline.config.models import ModelShare, SharedMemory
+from paceline.config.model_set import ModelShare, SharedMemory
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import ABSENT, BlockPool
 from paceline.kv.slabs import FREE, Owner, SlabMarket
-from paceline.process.shared_memory import share_memory
+from paceline.process.engine_main import share_memory
 from paceline.runner import device
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InputError
-from paceline.lab.train.texts import read_prompts, read_texts
+from paceline.lab.train.head import read_prompts, read_texts
 
 ENTRIES = [
     "just a text",

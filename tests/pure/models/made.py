@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.hf_config import spec_from_config
-from paceline.models.files.layout import PARTS, SANDWICH_PARTS, WHOLE
 from paceline.models.files.stored import tensor_names
+from paceline.models.files.tensor_layout import PARTS, SANDWICH_PARTS, WHOLE
 from paceline.models.spec import ModelSpec
 
 Arrays = dict[str, NDArray[np.float32]]

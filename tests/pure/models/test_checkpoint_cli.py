@@ -12,8 +12,7 @@ import pytest
 from paceline.cli.command import CommandGroup
 from paceline.cli.models import MODELS
 from paceline.cli.serve.run import run_server
-from paceline.config.process import ProcessConfig
-from paceline.config.server import ServerConfig
+from paceline.config.server import ProcessConfig, ServerConfig
 from paceline.errors import InputError
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import DEFAULT_MODEL, HubName, bring_here

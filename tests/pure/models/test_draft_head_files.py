@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.config.engine import DraftConfig, ModelConfig
+from paceline.config.engine import ModelConfig
+from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 from paceline.models.files.config_fields import CheckpointError
-from paceline.models.files.draft_head import (
+from paceline.models.files.head_folder import (
     HeadFiles,
     head_kind,
     head_tensors,

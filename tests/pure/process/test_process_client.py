@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.core.adapter import AdapterInfo
 from paceline.core.events import Decision, DecisionKind, Finished, Rule
 from paceline.core.request import RequestId

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.process import frames
 from paceline.process.channel import Channel, FrameReader, Rejects, make_header
-from paceline.process.service import MAX_CHARS, MOST_RECORDS, LogQueue
+from paceline.process.engine_service import MAX_CHARS, MOST_RECORDS, LogQueue
 
 
 @pytest.fixture

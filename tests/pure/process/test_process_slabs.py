@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.config.engine import ModelConfig
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.counters import CPUWork
 from paceline.core.plan import Runner
 from paceline.core.pulse import Pulse
@@ -25,7 +25,7 @@ from paceline.factory import build_engine
 from paceline.kv.slabs import Owner, SlabMarket
 from paceline.process import frames
 from paceline.process.channel import Channel, make_header
-from paceline.process.service import EngineService, LogQueue
+from paceline.process.engine_service import EngineService, LogQueue
 from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import engine_config, prompt
 

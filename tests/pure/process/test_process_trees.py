@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from paceline.core.events import Held, StepEvents, TokenEvents
 from paceline.core.request import ChangeOutcome, FinishReason, RequestId
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownRequest
 from paceline.process import frames
 from paceline.process.client import BranchUpdate
 from paceline.process.frames import error_of, rejected_with
-from paceline.process.outbox import Outbox
+from paceline.process.model_service import Outbox
 from tests.pure.process.test_process_client import SAMPLING, connected
 
 FRAME = 64 << 10

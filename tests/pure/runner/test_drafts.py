@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.config.engine import DraftConfig, EngineConfig, KVConfig, SchedulerConfig
-from paceline.config.speculative import read_speculative_config
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.speculative import DraftConfig, read_speculative_config
 from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError

@@ -10,7 +10,7 @@ from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import RequestId, RequestState
-from paceline.core.tree import Tree, TreeLimits
+from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.kv.reuse import REMEMBERED_TIMES, ReuseOrder
 from paceline.scheduler.loading import Load
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -128,7 +128,7 @@ def a_place_is_given_twice(planned: PlannedState) -> None:
     planned.state.orders[RequestId(2)] = planned.state.orders[RequestId(1)]
 
 
-def tree_of(planned: PlannedState) -> Tree:
+def tree_of(planned: PlannedState) -> RequestTree:
     found = planned.bench.request(RequestId(1)).tree
     assert found is not None
     return found

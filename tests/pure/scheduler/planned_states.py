@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine import DraftConfig, StepCosts
+from paceline.config.engine import StepCosts
+from paceline.config.speculative import DraftConfig
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
 from paceline.scheduler.invariants import INVARIANTS

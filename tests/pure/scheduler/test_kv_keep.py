@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config.engine import DraftConfig, GroupSpec
+from paceline.config.engine import GroupSpec
+from paceline.config.speculative import DraftConfig
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams

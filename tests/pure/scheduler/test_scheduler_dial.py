@@ -23,8 +23,7 @@ from paceline.core.dial import (
 )
 from paceline.core.events import NO_REQUEST, Decision, DecisionKind, Rule
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.scheduler.dial.control import ROWS_PART, Range
-from paceline.scheduler.dial.engine_dial import NUM_SLICES, Dial, Window
+from paceline.scheduler.dial.engine_dial import NUM_SLICES, ROWS_PART, Dial, DialRange, Window
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SIZES = (256, 512, 1024, 2048)
@@ -80,7 +79,7 @@ def test_turning_up_never_makes_a_step_shorter_or_rows_fewer(
     one: float, other: float, knows_costs: bool, most: int, rows: int
 ) -> None:
     made = config(step_costs=COSTS if knows_costs else None, max_num_batched_tokens=most, max_num_seqs=rows)
-    low, high = (Range(made).at(position) for position in sorted((one, other)))
+    low, high = (DialRange(made).at(position) for position in sorted((one, other)))
     assert 1 <= low.tokens <= high.tokens <= most
     assert 1 <= low.rows <= high.rows <= rows
     assert 0.0 < low.share <= high.share <= 1.0
@@ -89,7 +88,7 @@ def test_turning_up_never_makes_a_step_shorter_or_rows_fewer(
 
 
 def test_the_ends_of_the_dial() -> None:
-    blind, timed = Range(config()), Range(config(step_costs=COSTS))
+    blind, timed = DialRange(config()), DialRange(config(step_costs=COSTS))
     assert blind.at(0.0).tokens == blind.at(ROWS_PART).tokens == 128 and blind.at(1.0).tokens == 2048
     assert blind.at(0.0).rows == 8 and blind.at(ROWS_PART).rows == blind.at(1.0).rows == 64
     assert (blind.at(0.0).share, blind.at(1.0).share) == (0.25, 1.0)
@@ -99,7 +98,7 @@ def test_the_ends_of_the_dial() -> None:
 
 @given(st.floats(ROWS_PART, 1.0))
 def test_a_length_is_found_where_it_is(position: float) -> None:
-    span = Range(config(step_costs=COSTS))
+    span = DialRange(config(step_costs=COSTS))
     target_s = span.at(position).target_s
     assert target_s is not None and span.position_of(target_s) == pytest.approx(position, abs=2e-4)
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.events import Forecast
 from paceline.core.request import FinishReason, Request, RequestId
 from paceline.core.sampling import SamplingParams
-from paceline.costs.model import CostModel, StepShape
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.step_speed import FEWEST
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate

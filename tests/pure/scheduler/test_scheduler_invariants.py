@@ -9,7 +9,7 @@ import pytest
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import i32
 from paceline.core.request import RequestId, RequestState
-from paceline.scheduler.dial.control import DialLimits
+from paceline.scheduler.dial.engine_dial import DialLimits
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.half_steps import BlocksInUse
 from paceline.scheduler.policy.fair import FairShare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.config.engine import DraftConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.plan import DRAFT_KINDS, EMPTY, DraftTally, StepResult, StepTimes, StepWork
 from paceline.scheduler.sized_drafts import SizedBudget
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.adapter import AdapterInfo
 from paceline.errors import InvalidAdapter, UnknownAdapter
 from paceline.server.access.caller import Caller
-from paceline.server.api.by_model import service_named
+from paceline.server.api.model_routes import service_named
 from paceline.server.errors import UnknownModel, UnsupportedRoute, problem_of
 from paceline.server.generate.service import Service
 from tests.adapter_folders import adapter_arrays, write_adapter

@@ -11,7 +11,7 @@ from paceline.errors import InvalidRequest
 from paceline.process.client import EngineUnavailable, PolicyChange, Steering
 from paceline.server.api.admin_routes import DIAL_ROUTE, POLICY_ROUTE
 from paceline.server.errors import UnknownParameter
-from paceline.server.metrics.requests import dial_gauges
+from paceline.server.metrics.request_metrics import dial_gauges
 from tests.pure.server_api.api_helpers import Api, FakeClient
 
 STATUS = DialStatus(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config.process import ProcessConfig
+from paceline.config.server import ProcessConfig
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineUnavailable

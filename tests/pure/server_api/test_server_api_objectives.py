@@ -21,7 +21,7 @@ from paceline.server.errors import (
     whole_seconds,
 )
 from paceline.server.generate.request_record import RequestRecord, Times
-from paceline.server.metrics.requests import ForecastMetrics, is_met
+from paceline.server.metrics.request_metrics import ForecastMetrics, is_met
 from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import Api, ending, ids, says
 

@@ -15,9 +15,9 @@ from paceline.server.access.caller import Caller
 from paceline.server.api.batch_routes import BatchApi
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.routes import routes
+from paceline.server.batches.batch_records import Batch
+from paceline.server.batches.batch_store import Store
 from paceline.server.batches.batches import Batches, BatchSettings
-from paceline.server.batches.records import Batch
-from paceline.server.batches.store import Store
 from tests.pure.server_api.api_helpers import Api, FakeClient, Script
 
 BOUNDARY = "----a-boundary"

@@ -16,10 +16,16 @@ from paceline.core.service_class import BATCH
 from paceline.errors import QueueFull
 from paceline.process.client import BranchUpdate, EngineState, EngineUnavailable
 from paceline.server.access.caller import Caller
+from paceline.server.api.admin_routes import TRAFFIC_ROUTE
 from paceline.server.api.batch_routes import MAX_OPEN_BATCHES
-from paceline.server.api.traffic_routes import TRAFFIC_ROUTE
+from paceline.server.batches.batch_records import (
+    FileInUse,
+    LineResult,
+    TooManyBatches,
+    UnknownBatch,
+    UnknownFile,
+)
 from paceline.server.batches.database import Database
-from paceline.server.batches.records import FileInUse, LineResult, TooManyBatches, UnknownBatch, UnknownFile
 from paceline.server.batches.work import MAX_LOSSES
 from paceline.server.call import Events
 from tests.pure.server_api.api_helpers import INFO, FakeStream, Script, says

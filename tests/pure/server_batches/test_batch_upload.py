@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.server.batches.records import FileTooLarge, QuotaExceeded, TooManyFiles
-from paceline.server.batches.store import NewFile, StorageFailed, Store
+from paceline.server.batches.batch_records import FileTooLarge, QuotaExceeded, TooManyFiles
+from paceline.server.batches.batch_store import NewFile, StorageFailed, Store
 from paceline.server.batches.upload import BadMultipart, Upload, Uploads
 from paceline.server.errors import problem_of
 from tests.pure.server_batches.batch_helpers import BOUNDARY, CONTENT_TYPE, form, pieces

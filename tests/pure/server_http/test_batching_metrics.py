@@ -10,13 +10,13 @@ import pytest
 from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters, LevelUse
 from paceline.core.events import Rule
 from paceline.core.plan import StepPlan, StepWork
-from paceline.costs.model import work_done
+from paceline.costs.cost_model import work_done
 from paceline.costs.presets import MODELS, published_peak
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec, model_work
 from paceline.process.client import EngineStats
 from paceline.server.metrics.batching import (
     WINDOW_S,
-    Limits,
+    BatchLimits,
     RecentTotals,
     Totals,
     level_families,
@@ -122,7 +122,7 @@ def test_a_peak_is_told_only_where_it_is_known_for_sure() -> None:
 # ---------------------------------------------------------------- the last minute
 
 
-UNKNOWN = Limits()
+UNKNOWN = BatchLimits()
 
 
 class Clocked:
@@ -136,7 +136,7 @@ class Clocked:
         self.now = self.now._replace(**changes)
 
 
-def figures(clocked: Clocked, limits: Limits = UNKNOWN) -> dict[str, float]:
+def figures(clocked: Clocked, limits: BatchLimits = UNKNOWN) -> dict[str, float]:
     return {name: value for name, _, value in recent_figures(clocked.recent.change(), limits)}
 
 
@@ -148,7 +148,7 @@ def test_shares_are_differences_over_a_minute() -> None:
     clocked.go(
         padding_tokens=250, preemptions=20, flops=1e12, read_bytes=2e12, met=3, missed=1, output_tokens=500
     )
-    found = figures(clocked, Limits(peak_flops=1e12, peak_bandwidth=1e12, cost_per_hour=3.6))
+    found = figures(clocked, BatchLimits(peak_flops=1e12, peak_bandwidth=1e12, cost_per_hour=3.6))
     assert found == {
         "busy_share": 0.5,
         "preemptions_per_second": 2.0,
@@ -159,7 +159,7 @@ def test_shares_are_differences_over_a_minute() -> None:
         "compute_share": 0.1,
         "memory_share": 0.2,
     }
-    assert recent_costs(clocked.recent.change(), Limits(cost_per_hour=3.6)) == {
+    assert recent_costs(clocked.recent.change(), BatchLimits(cost_per_hour=3.6)) == {
         "output": pytest.approx(20.0),
         "all": pytest.approx(20.0),
     }
@@ -191,4 +191,4 @@ def test_an_idle_minute_has_no_cost_of_tokens_and_no_goodput() -> None:
     clocked.recent.note()
     clocked.go(time_s=130.0)
     assert set(figures(clocked)) == {"busy_share", "preemptions_per_second"}
-    assert recent_costs(clocked.recent.change(), Limits(cost_per_hour=1.0)) == {}
+    assert recent_costs(clocked.recent.change(), BatchLimits(cost_per_hour=1.0)) == {}

@@ -21,7 +21,7 @@ from paceline.server.logs import FACTS, LogOutput, escaped
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.families import Histogram
 from paceline.server.metrics.prometheus_page import MetricsPage
-from paceline.server.metrics.requests import FINISH_REASONS, HttpMetrics, RequestMetrics
+from paceline.server.metrics.request_metrics import FINISH_REASONS, HttpMetrics, RequestFamilies
 from paceline.server.request_log import RequestLog
 from tests.fake_engine import engine_info
 from tests.serve_fake import FakeClient
@@ -34,7 +34,7 @@ def record(**fields: object) -> RequestRecord:
     return made
 
 
-def page_of(client: FakeClient, requests: RequestMetrics, http: HttpMetrics) -> MetricsPage:
+def page_of(client: FakeClient, requests: RequestFamilies, http: HttpMetrics) -> MetricsPage:
     batching = BatchingMetrics(client, requests)
     page = MetricsPage(
         client, requests, http, batching, prefix="paceline:", more_gauges=list, more_counters=list
@@ -68,7 +68,7 @@ def test_a_histogram_counts_by_bucket() -> None:
 
 
 def test_the_page_shows_what_happened() -> None:
-    client, requests, http = FakeClient(), RequestMetrics(), HttpMetrics()
+    client, requests, http = FakeClient(), RequestFamilies(), HttpMetrics()
     client.state = EngineState.READY
     one = record(num_prompt=7, num_cached=4, num_output=3, max_tokens=9, queue_s=0.5, finish_reason="length")
     requests.started(one)
@@ -97,7 +97,7 @@ def test_the_page_shows_what_happened() -> None:
 
 
 def test_the_page_shows_structures_and_tool_calls() -> None:
-    client, requests = FakeClient(), RequestMetrics()
+    client, requests = FakeClient(), RequestFamilies()
     counters = Counters(masks=5, mask_s=0.25, mask_wait_s=0.125, forced_tokens=3, compiled=2, compile_s=0.5)
     counters.structures = {"complete": 4, "grammar_error": 1}
     client.stats = EngineStats(counters=counters)
@@ -117,7 +117,7 @@ def test_the_page_shows_structures_and_tool_calls() -> None:
 
 def test_gauges_are_read_when_asked() -> None:
     client = FakeClient()
-    page = page_of(client, RequestMetrics(), HttpMetrics())
+    page = page_of(client, RequestFamilies(), HttpMetrics())
     assert samples(page)["paceline:num_requests_running", ""] == 2
     client.stats = EngineStats(running=0)
     assert samples(page)["paceline:num_requests_running", ""] == 0
@@ -125,7 +125,7 @@ def test_gauges_are_read_when_asked() -> None:
 
 
 def test_labels_are_closed_sets() -> None:
-    requests, http = RequestMetrics(), HttpMetrics()
+    requests, http = RequestFamilies(), HttpMetrics()
     for index in range(50):
         made = record(finish_reason=f"odd-{index}")
         requests.started(made)
@@ -182,7 +182,7 @@ def test_what_was_not_found_is_named_by_its_path(
         scope = {"method": "GET", "raw_path": b"/v1/model%0as", "query_string": b"key=secret", "headers": []}
         exchange = Exchange(scope, None, None, now_s=0.0)  # type: ignore[arg-type]
         exchange.route, exchange.status = route, status
-        RequestLog(RequestMetrics(), HttpMetrics(), writes_lines=True).ended(exchange)
+        RequestLog(RequestFamilies(), HttpMetrics(), writes_lines=True).ended(exchange)
 
     with caplog.at_level(logging.INFO, logger="paceline"):
         asyncio.run(end())

@@ -13,9 +13,8 @@ import pytest
 
 from paceline.config.server import ServerConfig
 from paceline.core.service_class import CLASSES
-from paceline.server.access.auth import Keyring
 from paceline.server.access.caller import Prices
-from paceline.server.access.keys_file import BadKeysFile, parse_keys, read_keys
+from paceline.server.access.keys_file import BadKeysFile, Keyring, parse_keys, read_keys
 from paceline.server.app import Api, Application
 from tests.serve_fake import FakeClient
 

@@ -20,7 +20,7 @@ from paceline.server.access.caller import LIMITS
 from paceline.server.generate.request_record import RequestRecord, Times
 from paceline.server.metrics.batching import PREEMPTIONS
 from paceline.server.metrics.prometheus_page import name_prefix
-from paceline.server.metrics.requests import FINISH_REASONS, METHODS
+from paceline.server.metrics.request_metrics import FINISH_REASONS, METHODS
 from tools import dashboards, metric_pages
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.access.auth import Key, Keyring
-from paceline.server.access.keys_file import BadKeysFile, read_keys
+from paceline.server.access.keys_file import BadKeysFile, Key, Keyring, read_keys
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.errors import Refusal

@@ -10,10 +10,9 @@ import pytest
 from paceline.cli.serve.flags import SERVE, merged
 from paceline.config.engine import ModelConfig
 from paceline.config.options import check_options, options_of
-from paceline.config.process import ProcessConfig
-from paceline.config.server import ApiConfig, ServerConfig
+from paceline.config.server import ApiConfig, ProcessConfig, ServerConfig
 from paceline.errors import ConfigError
-from paceline.server.access.auth import Key, Keyring
+from paceline.server.access.keys_file import Key, Keyring
 from paceline.server.app import check_exposure
 from paceline.server.open_api import model_names
 

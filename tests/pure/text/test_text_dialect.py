@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from paceline.text.answer import AnswerForm, AnswerReader
+from paceline.text.dialect import tool_instructions, with_instructions, without_calls, written_calls
 from paceline.text.reasoning import REASONING, Reasoned
 from paceline.text.tools.formats import FORMATS, ToolFormat
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said
 from paceline.text.tools.use import Tool, ToolUse
-from paceline.text.tools.writing import tool_instructions, with_instructions, without_calls, written_calls
 from tests.pure.text.test_text_tools import cuts
 from tests.pure.text.tool_fixtures import PARIS, SCHEMAS, TIME, calls_of, row_of, scanned
 

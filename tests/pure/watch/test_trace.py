@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.top.picture import unpack_steps
-from paceline.config.engine import DraftConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.events import DecisionKind
 from paceline.process.live_view import delta_values
 from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of

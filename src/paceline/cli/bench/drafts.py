@@ -12,9 +12,8 @@ from typing import Any
 
 from paceline.cli.bench.view import FORMAT, Report, note, show, write
 from paceline.cli.flags import command_line, engine_options, split_list, writable, write_json
-from paceline.config.engine import ORACLE
 from paceline.config.options import from_values
-from paceline.config.speculative import read_speculative_config
+from paceline.config.speculative import ORACLE, read_speculative_config
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.bench.bench_options import DraftsOptions

@@ -31,7 +31,6 @@ from paceline.lab.bench.bench_options import (
 )
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
-from paceline.lab.bench.recheck import Case, choose, eager_llm, recheck
 from paceline.lab.bench.shapes import write_shape, write_tokenizer
 from paceline.lab.bench.structured import (
     SCHEMAS,
@@ -52,8 +51,12 @@ from paceline.lab.bench.tables import (
     throughput_table,
 )
 from paceline.lab.bench.throughput import (
+    Case,
     ThroughputResult,
+    choose,
+    eager_llm,
     load,
+    recheck,
     release_memory,
     run_workload,
     sampling_of,

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.cli.answer import ChatAnswer, Talker
+from paceline.cli.answering import ChatAnswer, Talker
 from paceline.cli.remote import Remote
 from paceline.cli.terminal import Printer, has_colour, is_dumb, note
 from paceline.core.sampling import Offer, SamplingParams, offered
@@ -237,7 +237,7 @@ def open_lines(on_terminal: bool) -> Iterator[LineSource]:
     except ImportError:  # a Python without it: plain lines
         yield LineSource(_pasted(_typed))
         return
-    history = History(models_folder().parent / "chat_history")
+    history = ChatHistory(models_folder().parent / "chat_history")
     readline.set_auto_history(False)
     for message in history.messages:
         readline.add_history(message)
@@ -253,7 +253,7 @@ def open_lines(on_terminal: bool) -> Iterator[LineSource]:
     yield LineSource(_coloured(_typed), remember)
 
 
-class History:
+class ChatHistory:
     """What was said in earlier conversations too: one message a line, those of several lines as JSON.
 
     Written as it grows, so that nothing is lost and two conversations do not undo each other's; only its owner can

@@ -17,7 +17,7 @@ from paceline.config.options import option
 from paceline.errors import EngineFailed, InputError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.cli.answer import Talker
+    from paceline.cli.answering import Talker
     from paceline.cli.chat.conversation import ChatSession, LineSource
     from paceline.cli.remote import Remote
 
@@ -66,7 +66,7 @@ def _chat(values: Mapping[str, Any]) -> None:
     if on_terminal:
         _banner(values["model"] or "SmolLM2-135M-Instruct")
 
-    from paceline.cli.answer import Talker
+    from paceline.cli.answering import Talker
 
     with Talker(engine) as talker:
         if not talker.has_template:

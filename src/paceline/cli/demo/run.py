@@ -211,7 +211,7 @@ def _run_modes(options: DemoOptions, folder: Path, race: Race | None = None) -> 
 def _finish(runs: Sequence[ModeRun], folder: Path, what: str) -> None:
     from paceline.cli.doctor import gather
     from paceline.cli.sim.view import show_table
-    from paceline.lab.bench.demo_figures import demo_table, figures_of, to_json
+    from paceline.lab.bench.demo_runs import demo_table, figures_of, to_json
     from paceline.lab.bench.machine import source_commit
 
     figures = [figures_of(run) for run in runs]

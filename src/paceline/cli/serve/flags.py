@@ -14,10 +14,16 @@ from typing import Any, ClassVar
 
 from paceline.cli.command import Command, CommandOption
 from paceline.cli.flags import engine_options
-from paceline.cli.serve.yaml_values import mapping_of, number, public_name, read_values
+from paceline.cli.serve.models_file import mapping_of, number, public_name, read_values
 from paceline.config.options import flag_of, from_values, option, pick
-from paceline.config.process import ProcessConfig
-from paceline.config.server import ApiConfig, BatchConfig, BillingConfig, ObserveConfig, ServerConfig
+from paceline.config.server import (
+    ApiConfig,
+    BatchConfig,
+    BillingConfig,
+    ObserveConfig,
+    ProcessConfig,
+    ServerConfig,
+)
 from paceline.errors import ConfigError, InputError
 
 PREFIX = "PACELINE_"

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline.cli.serve.view import card_lines, further_line, show_card
-from paceline.config.models import ModelSet
+from paceline.config.model_set import ModelSet
 from paceline.config.server import ServerConfig
 from paceline.process.client import EngineInfo
 from paceline.process.supervisor import EngineProcess
-from paceline.server.access.auth import Keyring
-from paceline.server.access.keys_file import read_keys
+from paceline.server.access.keys_file import Keyring, read_keys
 from paceline.server.api.batch_routes import large_bodies
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import BatchSettings

@@ -16,9 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.models import ModelEntry, ModelSet
-from paceline.config.process import ProcessConfig
-from paceline.config.server import ServerConfig
+from paceline.config.model_set import ModelEntry, ModelSet
+from paceline.config.server import ProcessConfig, ServerConfig
 from paceline.errors import PacelineError
 from paceline.version import __version__
 

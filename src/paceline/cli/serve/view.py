@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from paceline.cli.terminal import is_dumb
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.process.client import EngineInfo
 from paceline.process.frames import Loading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.config.options import CheckedOptions, option
 from paceline.core.sampling import MAX_OBJECTIVE_MS
@@ -36,6 +37,8 @@ the highest rate given.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions(CheckedOptions):
     """What `paceline sim` takes beside the engine's options. Texts with commas are taken apart later."""
+
+    PANEL: ClassVar = "Deployment"
 
     trace: str = option(
         "azure-conv",
@@ -116,14 +119,12 @@ class SimOptions(CheckedOptions):
         "batching modes to compare, separated by commas: continuous, dynamic, static",
         flag="--mode",
         basic=True,
-        panel="Deployment",
         metavar="MODE[,MODE...]",
     )
     evictions: str = option(
         "reuse",
         "eviction orders to compare, separated by commas: reuse, lru, belady (knows what will arrive)",
         flag="--eviction",
-        panel="Deployment",
         metavar="ORDER[,ORDER...]",
     )
     host_kv_gib: float = option(
@@ -131,35 +132,23 @@ class SimOptions(CheckedOptions):
         "GiB of host memory for prefixes that the device evicts; adds a column without them",
         low=0.0,
         high=1e6,
-        panel="Deployment",
     )
-    disk_kv_gib: float = option(
-        0.0,
-        "GiB of disk for prefixes that the host evicts",
-        low=0.0,
-        high=1e6,
-        panel="Deployment",
-    )
+    disk_kv_gib: float = option(0.0, "GiB of disk for prefixes that the host evicts", low=0.0, high=1e6)
     disk_gbps: float = option(
-        3.0, "GB a second that the disk reads; half of it for writing", low=1e-3, high=1e3, panel="Deployment"
+        3.0, "GB a second that the disk reads; half of it for writing", low=1e-3, high=1e3
     )
     adapters: int = option(
-        0,
-        "adapters that requests have, drawn by Zipf; see --max-loras",
-        low=0,
-        high=100_000,
-        panel="Deployment",
+        0, "adapters that requests have, drawn by Zipf; see --max-loras", low=0, high=100_000
     )
     adapter_read_ms: float = option(
-        50.0, "milliseconds to read an adapter that is not in memory", low=0.0, high=1e6, panel="Deployment"
+        50.0, "milliseconds to read an adapter that is not in memory", low=0.0, high=1e6
     )
-    model: str = option("llama-3.1-8b", "shape of the model", basic=True, panel="Deployment")
-    device: str = option("h200", "device of each replica", basic=True, panel="Deployment")
+    model: str = option("llama-3.1-8b", "shape of the model", basic=True)
+    device: str = option("h200", "device of each replica", basic=True)
     cost_model: str = option(
         "",
         "step times from a fitted cost model or a run log, instead of the roofline model",
         basic=True,
-        panel="Deployment",
         metavar="FILE",
     )
     host_step_s: float | None = option(
@@ -167,7 +156,6 @@ class SimOptions(CheckedOptions):
         "host time to plan a step, in seconds; overlapped with the device unless --depth is 0",
         low=0.0,
         high=10.0,
-        panel="Deployment",
         default_text="0.0003, or from the cost model",
     )
     calibrate: str = option(
@@ -194,27 +182,19 @@ class SimOptions(CheckedOptions):
     speculative_config: str = option(
         "off",
         "speculative decoding: off, auto, or a JSON object with num_speculative_tokens",
-        panel="Deployment",
         metavar="METHOD|JSON",
     )
     acceptance: str = option(
         "0.7",
         "chance of a draft to be right: a number, beta:A,B over requests, or the run log of a run with drafts",
-        panel="Deployment",
         metavar="CHANCE|beta:A,B|LOG",
     )
-    replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True, panel="Deployment")
-    router: str = option(
-        "least-loaded",
-        "how the router picks an engine for a request",
-        choices=ROUTER_NAMES,
-        panel="Deployment",
-    )
+    replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True)
+    router: str = option("least-loaded", "how the router picks an engine for a request", choices=ROUTER_NAMES)
 
     models: str = option(
         "",
         "models that share the device, each with its share; requests go to them by tenant, else in turn",
-        panel="Deployment",
         metavar="NAME:SHARE[,...]",
     )
 

@@ -64,7 +64,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class SimulatedLoad:
     """The workload at one rate."""
 
     rate: float | None
@@ -266,7 +266,7 @@ def machine_of(model: str, device: str, cost_model: str) -> Machine:
     return replace(machine, cost=load_cost_model(cost_model, machine.kv_bytes_per_token))
 
 
-def _loads(options: SimOptions) -> list[Load]:
+def _loads(options: SimOptions) -> list[SimulatedLoad]:
     """The workload at every rate asked for, and around a single one if a curve is to be drawn."""
     rates = parse_rates(options.rate)
     if not rates:
@@ -274,22 +274,24 @@ def _loads(options: SimOptions) -> list[Load]:
     requested = set(rates)
     if options.plot and len(rates) == 1:
         rates = [rates[0] * factor for factor in SWEEP_FACTORS]
-    return [Load(rate=rate, workload=_load(options, rate), requested=rate in requested) for rate in rates]
+    return [
+        SimulatedLoad(rate=rate, workload=_load(options, rate), requested=rate in requested) for rate in rates
+    ]
 
 
-def _recorded_loads(options: SimOptions) -> list[Load]:
+def _recorded_loads(options: SimOptions) -> list[SimulatedLoad]:
     """Arrivals as they are; around them, if a curve is to be drawn, the same with time compressed."""
     workload = _load(options, None)
     rate = workload.rate if 0 < workload.rate < math.inf else None
     if not options.plot:
-        return [Load(rate=rate, workload=workload, requested=True)]
+        return [SimulatedLoad(rate=rate, workload=workload, requested=True)]
     if rate is None:
         raise InputError(
             f"--plot draws curves over the rate, but the requests of {workload.name} all arrive at once; "
             "give --rate"
         )
     return [
-        Load(
+        SimulatedLoad(
             rate=rate * factor,
             workload=replace(workload, arrival_s=workload.arrival_s / factor) if factor != 1.0 else workload,
             requested=factor == 1.0,

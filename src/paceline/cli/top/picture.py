@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class Lane:
+class DrawnLane:
     """A row and what it did lately."""
 
     request: int | None = None
@@ -78,7 +78,7 @@ class ServerPicture:
 
     def __init__(self) -> None:
         self.about: Mapping[str, Any] = {}
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: dict[int, DrawnLane] = {}
         self.waiting: list[Sequence[Any]] = []
         self.now_s = 0.0
         self.unavailable = ""  # what the server says of an engine that is not there
@@ -189,8 +189,8 @@ class ServerPicture:
             if not lane.cells and lane.request is None:
                 del self.lanes[row]
 
-    def _lane(self, row: int) -> Lane:
-        return self.lanes.setdefault(row, Lane())
+    def _lane(self, row: int) -> DrawnLane:
+        return self.lanes.setdefault(row, DrawnLane())
 
     @staticmethod
     def cell(time_s: float) -> int:

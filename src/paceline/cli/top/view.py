@@ -14,7 +14,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.cli.terminal import shown
-from paceline.cli.top.picture import DECODE, PREFILL, RECOMPUTE, SWAP, WINDOW_S, Figures, Lane, ServerPicture
+from paceline.cli.top.picture import (
+    DECODE,
+    PREFILL,
+    RECOMPUTE,
+    SWAP,
+    WINDOW_S,
+    DrawnLane,
+    Figures,
+    ServerPicture,
+)
 
 LEAST_WIDTH = 60
 WIDE = 100  # columns, from which there is room for large numbers of blocks before the bars
@@ -223,7 +232,7 @@ def _lane_lines(picture: ServerPicture, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _lane(row: int, lane: Lane, picture: ServerPicture, strip: int) -> Text:
+def _lane(row: int, lane: DrawnLane, picture: ServerPicture, strip: int) -> Text:
     if lane.request is None:
         text = Text(f"{row:>4} {'':>9} {'':>11}  ", style=DIM)
     else:
@@ -316,7 +325,7 @@ def _short(number: int) -> str:
     return f"{number / 1000:.0f}k" if number >= 10_000 else str(number)
 
 
-def lane_values(lanes: Mapping[int, Lane]) -> list[dict[str, object]]:
+def lane_values(lanes: Mapping[int, DrawnLane]) -> list[dict[str, object]]:
     """Rows in use, for the JSON output."""
     return [
         {

@@ -27,13 +27,13 @@ from paceline.cli.terminal import status_line
 from paceline.cli.tune.flags import DEFAULT_REQUESTS, TuneOptions
 from paceline.config.engine import SchedulerConfig
 from paceline.errors import InputError
+from paceline.lab.bench.load.figures import send_workload
 from paceline.lab.bench.load.prompt_source import COMPLETIONS
-from paceline.lab.bench.load.replayed import send_workload
 from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.report.table import format_number, to_json
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, simulate
 from paceline.lab.sim.recorded import deviations
-from paceline.lab.sim.tune import Bound, Knob, Search, Settings, TimeIsUp, Trial, Value
+from paceline.lab.sim.tune import Bound, Knob, Settings, TimeIsUp, Trial, TuneSearch, Value
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
 from paceline.scheduler.policy import POLICY_CLASSES
@@ -135,7 +135,7 @@ def run_tune(options: TuneOptions) -> None:
             return task.simulate(settings, rate, deadline.check)
 
         start = _start(task.machine)
-        search = Search(
+        search = TuneSearch(
             simulated,
             bounds,
             knobs_for(bounds, start),
@@ -160,7 +160,7 @@ def run_tune(options: TuneOptions) -> None:
         verify(options, shown[0], task)
 
 
-def _found(search: Search, start: Settings, task: Task, options: TuneOptions) -> Trial:
+def _found(search: TuneSearch, start: Settings, task: Task, options: TuneOptions) -> Trial:
     if options.rate is None:
         best = search.highest_rate(start, _first_rate(task))
     else:
@@ -178,7 +178,7 @@ def _found(search: Search, start: Settings, task: Task, options: TuneOptions) ->
     return best
 
 
-def _interrupted(shown: Sequence[Trial], search: Search) -> str:
+def _interrupted(shown: Sequence[Trial], search: TuneSearch) -> str:
     if shown:
         return "Cut short: this is the best of what was tried so far, and a whole search may find better."
     return f"Cut short after {len(search.trials)} simulations, before anything kept the SLO."
@@ -270,7 +270,7 @@ def _first_rate(task: Task) -> float:
 
 def _print(
     shown: Sequence[Trial],
-    search: Search,
+    search: TuneSearch,
     bounds: Sequence[Bound],
     task: Task,
     options: TuneOptions,
@@ -325,7 +325,7 @@ def shown_value(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _write_json(path: Path, shown: Sequence[Trial], search: Search, options: TuneOptions) -> None:
+def _write_json(path: Path, shown: Sequence[Trial], search: TuneSearch, options: TuneOptions) -> None:
     def plain(trial: Trial) -> dict[str, Any]:
         pressure = trial.pressure if math.isfinite(trial.pressure) else None
         return {"settings": dict(trial.settings), "rate": trial.rate, "pressure": pressure}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from paceline.config.engine import MOST_DRAFTS
 from paceline.config.options import CheckedOptions, option
+from paceline.config.speculative import MOST_DRAFTS
 from paceline.lab.bench.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchOptions(CheckedOptions):
     """What all commands that measure an engine take beside its options."""
+
+    PANEL: ClassVar = "Workload"
 
     shape: str | None = option(
         None,
@@ -21,12 +24,7 @@ class EngineBenchOptions(CheckedOptions):
         panel="Model",
     )
     temperature: float | None = option(
-        None,
-        "temperature of all requests; 0: the most likely token",
-        low=0.0,
-        high=2.0,
-        panel="Workload",
-        default_text="0.6",
+        None, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, default_text="0.6"
     )
     json: str | None = option(
         None,
@@ -42,11 +40,7 @@ class BenchOptions(EngineBenchOptions):
     """What `throughput` and `latency` take."""
 
     trace: str | None = option(
-        None,
-        "trace file for the azure workloads (Azure 2023 CSV)",
-        basic=True,
-        panel="Workload",
-        metavar="FILE",
+        None, "trace file for the azure workloads (Azure 2023 CSV)", basic=True, metavar="FILE"
     )
 
 
@@ -54,20 +48,13 @@ class BenchOptions(EngineBenchOptions):
 class StructuredOptions(EngineBenchOptions):
     """What `paceline bench structured` takes beside the engine's options."""
 
-    clients: int = option(
-        8, "requests at a time", low=1, high=4096, basic=True, panel="Workload", also=("--rows",)
-    )
+    clients: int = option(8, "requests at a time", low=1, high=4096, basic=True, also=("--rows",))
     schema: str | None = option(
-        None,
-        "JSON schema to measure",
-        basic=True,
-        panel="Workload",
-        metavar="FILE",
-        default_text="four small ones",
+        None, "JSON schema to measure", basic=True, metavar="FILE", default_text="four small ones"
     )
-    whitespace: bool = option(False, "let the JSON have whitespace between its parts", panel="Workload")
-    output_tokens: int = option(200, "most tokens of an answer", low=1, panel="Workload")
-    rounds: int = option(3, "pairs of runs, of which the median counts", low=1, high=1000, panel="Workload")
+    whitespace: bool = option(False, "let the JSON have whitespace between its parts")
+    output_tokens: int = option(200, "most tokens of an answer", low=1)
+    rounds: int = option(3, "pairs of runs, of which the median counts", low=1, high=1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +66,9 @@ class ThroughputOptions(BenchOptions):
         "nano, decode-b1, -b8, -b64, -b256 or -b1024, azure-conv-1000, prefix-2048x256, prefill-64x3500, 1000x1000; "
         "several, separated by commas, or all",
         basic=True,
-        panel="Workload",
         metavar="NAME[,NAME...]",
     )
-    recheck: int = option(
-        0, "generate N random requests again, one by one, and compare the tokens", low=0, panel="Workload"
-    )
+    recheck: int = option(0, "generate N random requests again, one by one, and compare the tokens", low=0)
     modes: str = option(
         "continuous",
         "batching modes to measure one after the other, separated by commas: continuous, dynamic, static",
@@ -103,88 +87,58 @@ class LatencyOptions(BenchOptions):
         None,
         "azure-conv@8, azure-conv@20, azure-conv@32 (requests per second), or all",
         basic=True,
-        panel="Workload",
         metavar="NAME[,NAME...]",
     )
     rate: float | None = option(
-        None,
-        "requests per second of one size, instead of --workload",
-        low=1e-3,
-        high=1e6,
-        basic=True,
-        panel="Workload",
+        None, "requests per second of one size, instead of --workload", low=1e-3, high=1e6, basic=True
     )
-    num: int = option(
-        100, "number of requests of --rate", low=1, high=1_000_000, basic=True, panel="Workload"
-    )
-    prompt_tokens: int = option(
-        128, "prompt tokens of a request of --rate", low=1, basic=True, panel="Workload"
-    )
-    output_tokens: int = option(
-        64, "output tokens of a request of --rate", low=1, basic=True, panel="Workload"
-    )
+    num: int = option(100, "number of requests of --rate", low=1, high=1_000_000, basic=True)
+    prompt_tokens: int = option(128, "prompt tokens of a request of --rate", low=1, basic=True)
+    output_tokens: int = option(64, "output tokens of a request of --rate", low=1, basic=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftsOptions(CheckedOptions):
     """What `paceline bench drafts` takes beside the engine's options."""
 
+    PANEL: ClassVar = "Workload"
+
     data: str | None = option(
         None,
         "questions: a JSON object a line with category and turns, as Spec-Bench has them",
         basic=True,
-        panel="Workload",
         metavar="FILE",
     )
     script: str | None = option(
         None,
         "log of requests: a JSON object a line with timestamp, input and output; a file, a folder or a tar archive",
         basic=True,
-        panel="Workload",
         metavar="FILE",
     )
     drafter: str | None = option(
         None,
         "oracle: random tokens on a GPU, drafted from the answer itself; needs --shape",
-        panel="Workload",
         choices=("oracle",),
     )
-    shape: str | None = option(
-        None, "shape with random weights, for --drafter", panel="Workload", choices=tuple(SHAPES)
-    )
-    acceptance: float = option(
-        0.8, "share of the drafts of --drafter that are right", low=0.0, high=1.0, panel="Workload"
-    )
+    shape: str | None = option(None, "shape with random weights, for --drafter", choices=tuple(SHAPES))
+    acceptance: float = option(0.8, "share of the drafts of --drafter that are right", low=0.0, high=1.0)
     rows: str = option(
-        "1,8,64,256",
-        "requests at a time with --drafter, separated by commas",
-        panel="Workload",
-        metavar="N[,N...]",
+        "1,8,64,256", "requests at a time with --drafter, separated by commas", metavar="N[,N...]"
     )
-    drafts: int = option(4, "most drafts of a row with --drafter", low=1, high=MOST_DRAFTS, panel="Workload")
+    drafts: int = option(4, "most drafts of a row with --drafter", low=1, high=MOST_DRAFTS)
     clients: str = option(
-        "1,4,8,16",
-        "requests at a time, separated by commas",
-        basic=True,
-        panel="Workload",
-        metavar="N[,N...]",
+        "1,4,8,16", "requests at a time, separated by commas", basic=True, metavar="N[,N...]"
     )
     categories: str = option(
-        "",
-        "categories of questions, separated by commas",
-        panel="Workload",
-        metavar="NAME[,NAME...]",
-        default_text="all",
+        "", "categories of questions, separated by commas", metavar="NAME[,NAME...]", default_text="all"
     )
-    questions: int = option(
-        4, "questions of each category, at least one for each client", low=1, panel="Workload"
-    )
-    tokens: int = option(128, "most tokens of an answer", low=1, panel="Workload")
+    questions: int = option(4, "questions of each category, at least one for each client", low=1)
+    tokens: int = option(128, "most tokens of an answer", low=1)
     temperature: float = option(
-        0.0, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, panel="Workload"
+        0.0, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0
     )
-    rounds: int = option(5, "pairs of runs, of which the median counts", low=1, panel="Workload")
-    requests: int = option(134, "requests of --script, the first in time", low=1, panel="Workload")
+    rounds: int = option(5, "pairs of runs, of which the median counts", low=1)
+    requests: int = option(134, "requests of --script, the first in time", low=1)
     json: str | None = option(
         None,
         "write all figures, machine, versions and commit to this file",
@@ -205,6 +159,8 @@ SWEEP_SECONDS = 30.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(CheckedOptions):
     """Which server, which requests, and what counts: the same for one run and for several."""
+
+    PANEL: ClassVar = "Workload"
 
     url: str = option(
         "http://127.0.0.1:8000", "address of the server", basic=True, panel="Server", also=("--base-url",)
@@ -230,7 +186,6 @@ class LoadOptions(CheckedOptions):
         "uniform:..), a trace file (Azure CSV, multi-tenant CSV, Mooncake JSON lines) or "
         "a file of prompts (text, JSON lines, ShareGPT JSON)",
         basic=True,
-        panel="Workload",
         metavar="NAME|FILE",
     )
     num_prompts: int | None = option(
@@ -239,7 +194,6 @@ class LoadOptions(CheckedOptions):
         low=1,
         high=10_000_000,
         basic=True,
-        panel="Workload",
         default_text=f"{DEFAULT_REQUESTS}; all of a file; no limit with --duration",
     )
     duration: float | None = option(
@@ -257,7 +211,6 @@ class LoadOptions(CheckedOptions):
         low=1,
         high=10_000_000,
         basic=True,
-        panel="Workload",
         also=("--random-input-len",),
     )
     output_len: int | None = option(
@@ -266,7 +219,6 @@ class LoadOptions(CheckedOptions):
         low=1,
         high=10_000_000,
         basic=True,
-        panel="Workload",
         also=("--random-output-len",),
         default_text=f"random: {DEFAULT_OUTPUT}; else as recorded, or no limit",
     )
@@ -275,26 +227,20 @@ class LoadOptions(CheckedOptions):
         "random: spread of lengths around the mean; 0.5: from half to one and a half of it",
         low=0.0,
         high=1.0,
-        panel="Workload",
         also=("--random-range-ratio",),
     )
-    prefix_share: float = option(
-        0.0, "random: share of a prompt that is a common prefix", low=0.0, high=1.0, panel="Workload"
-    )
-    num_prefixes: int = option(
-        1, "random: number of different common prefixes", low=1, high=1_000_000, panel="Workload"
-    )
+    prefix_share: float = option(0.0, "random: share of a prompt that is a common prefix", low=0.0, high=1.0)
+    num_prefixes: int = option(1, "random: number of different common prefixes", low=1, high=1_000_000)
     ignore_eos: bool | None = option(
         None,
         "ask for exactly the number of tokens; not supported by every server",
         kind=bool,
-        panel="Workload",
         default_text="yes with random and traces",
     )
     temperature: float | None = option(
-        None, "temperature of all requests", low=0.0, high=2.0, panel="Workload", default_text="the server's"
+        None, "temperature of all requests", low=0.0, high=2.0, default_text="the server's"
     )
-    seed: int = option(0, "seed of everything that is random", low=0, panel="Workload")
+    seed: int = option(0, "seed of everything that is random", low=0)
 
     arrivals: str = option(
         "recorded",

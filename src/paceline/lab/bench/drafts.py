@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import MOST_DRAFTS, DraftConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from paceline.config.speculative import MOST_DRAFTS, DraftConfig
 from paceline.core.events import TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams

@@ -8,9 +8,8 @@ from typing import Any
 
 from paceline.lab.bench.drafts import DraftsResult, ScriptResult
 from paceline.lab.bench.latency import LatencyResult
-from paceline.lab.bench.recheck import Recheck
 from paceline.lab.bench.structured import StructuredResult
-from paceline.lab.bench.throughput import ThroughputResult
+from paceline.lab.bench.throughput import Recheck, ThroughputResult
 from paceline.lab.report.summary import Distribution
 
 ABSENT = "-"

@@ -17,8 +17,8 @@ from paceline.audit.codec import Json, decode_time, decode_work
 from paceline.audit.runlog import BROKEN, LoggedStep, RunLog, read_run_log, reason
 from paceline.config.engine import EngineConfig
 from paceline.core.plan import StepWork
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.fit import FittedCost, HostCosts
-from paceline.costs.model import CostModel, StepShape
 from paceline.errors import InputError
 from paceline.lab.sim.runner import step_shape
 

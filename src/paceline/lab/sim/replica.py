@@ -6,15 +6,22 @@ business, which request comes here the router's.
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config.sized import Capacity
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import RunWatcher, StepRecorder
-from paceline.core.request import NoHooks, Request, RequestId
+from paceline.core.request import BlockKey, NoHooks, Request, RequestId
 from paceline.costs.fit import TimeSpread
+from paceline.engine.adapters import Adapters, Work
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -23,15 +30,145 @@ from paceline.errors import (
     QueueFull,
 )
 from paceline.factory import build_engine
-from paceline.kv.block_pool import BlockPool
+from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder
 from paceline.lab.measure import Meter, StepMeter
-from paceline.lab.sim.adapters import TimedReads, simulated_adapters
-from paceline.lab.sim.belady import Arrivals, pools_with
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
 from paceline.lab.sim.runner import Links, SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
+from paceline.models.files.adapter import Adapter
 from paceline.scheduler.invariants import InvariantChecker
+from paceline.scheduler.scheduler import Scheduler
+
+# The eviction order of a prophet: what is asked for last goes first. A bound for other orders, in simulations only.
+#
+# Requests are thought to be served in the order they arrive: the next use of a block is the first arrival that has
+# not been served.
+
+
+Arrivals = Mapping[bytes, Sequence[float]]  # by name of a block, when requests that begin with it arrive
+
+
+def arrivals_by_name(requests: Iterable[tuple[float, Iterable[BlockKey]]]) -> Arrivals:
+    """From requests in the order of their arrival."""
+    found: dict[bytes, list[float]] = {}
+    for arrival_s, keys in requests:
+        for key in keys:
+            found.setdefault(key.key, []).append(arrival_s)
+    return found
+
+
+def pools_with(arrivals: Arrivals) -> Callable[..., BlockPool]:
+    """Makes pools whose order knows these arrivals."""
+    return lambda num_blocks, **options: BlockPool(num_blocks, **{**options, "order": Belady(arrivals)})
+
+
+class Belady(EvictionOrder):
+    """The block whose next request arrives last goes first."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._names: dict[int, bytes] = {}
+        self._served: dict[bytes, int] = {}  # requests that have used a block, by its name
+        # Next arrival, negative, and a number; an entry holds while `_number` has it.
+        self._heap: list[tuple[float, int, int]] = []
+        self._number: dict[int, int] = {}
+        self._last = 0
+
+    def entered(
+        self, blocks: Sequence[int], names: Sequence[bytes], uses: Sequence[int] | None = None
+    ) -> None:
+        self._names.update(zip(blocks, names, strict=True))
+        self.used(blocks)
+
+    def used(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            name = self._names[block]
+            self._served[name] = self._served.get(name, 0) + 1
+
+    def add(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
+            self._last += 1
+            self._number[block] = self._last
+            heapq.heappush(self._heap, (-self._next_s(block), self._last, block))
+
+    def remove(self, blocks: Sequence[int] | Blocks) -> None:
+        for block in np.asarray(blocks).tolist():
+            del self._number[block]
+
+    def pick(self, count: int) -> list[int]:
+        picked: list[int] = []
+        while len(picked) < count:
+            _, number, block = heapq.heappop(self._heap)
+            if self._number.get(block) == number:
+                del self._number[block]
+                picked.append(block)
+        return picked
+
+    def _next_s(self, block: int) -> float:
+        name = self._names[block]
+        times, served = self._arrivals.get(name, ()), self._served[name]
+        return times[served] if served < len(times) else math.inf
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def __iter__(self) -> Iterator[int]:
+        waiting = (entry for entry in sorted(self._heap) if self._number.get(entry[2]) == entry[1])
+        return (block for _, _, block in waiting)
+
+
+# Adapters of a simulated engine: which request has which, and how long a folder takes to read.
+#
+# The engine and the scheduler are the real ones; what an adapter adds to a step is not part of the cost model.
+
+
+def draw_of_requests(num_adapters: int, num_requests: int, seed: int) -> NDArray[np.int64]:
+    """The adapter of each request, from 1 on: the second is asked for half as often as the first, and so on (Zipf)."""
+    if not num_adapters:
+        return np.zeros(num_requests, np.int64)
+    weights = 1.0 / np.arange(1, num_adapters + 1)
+    random = np.random.default_rng([seed, 0x6C6F7261])
+    return 1 + random.choice(num_adapters, num_requests, p=weights / weights.sum())
+
+
+class TimedReads:
+    """Reads one folder after the other, each in the same time."""
+
+    def __init__(self, clock: ManualClock, read_s: float) -> None:
+        self._clock = clock
+        self._read_s = read_s
+        self._free_s = 0.0
+        self._under_way: list[tuple[float, int, Work]] = []
+
+    def start(self, number: int, work: Work) -> None:
+        self._free_s = max(self._free_s, self._clock.now()) + self._read_s
+        self._under_way.append((self._free_s, number, work))
+
+    def done(self) -> list[tuple[int, Work]]:
+        now_s = self._clock.now()
+        found = [(number, work) for due_s, number, work in self._under_way if due_s <= now_s]
+        self._under_way = [each for each in self._under_way if each[0] > now_s]
+        return found
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one is read."""
+        return self._under_way[0][0] if self._under_way else None
+
+
+class _NoMemory:
+    """A simulated device holds no matrices."""
+
+    def put(self, number: int, adapter: Adapter) -> None: ...
+    def drop(self, number: int) -> None: ...
+
+
+def simulated_adapters(scheduler: Scheduler, reads: TimedReads) -> Adapters:
+    def read(folder: Path) -> Adapter:
+        return Adapter(identity=f"{int(folder.name):064x}", rank=16, parts={})
+
+    return Adapters(scheduler, _NoMemory(), read, reads)
 
 
 class StepSpread:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
@@ -29,10 +29,8 @@ from paceline.errors import EngineFailed, InputError
 from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
-from paceline.lab.sim.adapters import draw_of_requests
-from paceline.lab.sim.belady import Arrivals, arrivals_by_name
 from paceline.lab.sim.faults import draw_aborts, with_bursts
-from paceline.lab.sim.replica import Replica
+from paceline.lab.sim.replica import Arrivals, Replica, arrivals_by_name, draw_of_requests
 from paceline.lab.sim.router import ROUTERS, ByModel, Router
 from paceline.lab.sim.settings import SimConfig
 from paceline.lab.workload.workload import Workload

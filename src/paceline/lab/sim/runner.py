@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.engine import MOST_DRAFTS, PROBE_EVERY
+from paceline.config.speculative import MOST_DRAFTS, PROBE_EVERY
 from paceline.core.clock import ManualClock
 from paceline.core.guide import Guide
 from paceline.core.plan import (
@@ -28,7 +28,7 @@ from paceline.core.plan import (
     StepWork,
     draft_depth,
 )
-from paceline.costs.model import CostModel, StepShape
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.lab.sim.acceptance import Acceptance
 
 LOOK_S = 0.002  # that a step without tokens waits for a copy

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.engine import DRAFT_BUCKETS, DraftConfig, EngineConfig, KVConfig, SchedulerConfig
+from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import from_values, pick
+from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.fit import FittedCost, TimeSpread
-from paceline.costs.model import CostModel, StepShape
 from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import SIZES, Roofline, preemption_costs, step_costs
 from paceline.errors import InputError

@@ -83,7 +83,7 @@ class TimeIsUp(Exception):
 Simulate = Callable[[Settings, float], Summary]  # settings and a rate to measures
 
 
-class Search:
+class TuneSearch:
     """Finds the settings that keep the bounds at the highest rate, or with the most room at a given rate."""
 
     def __init__(

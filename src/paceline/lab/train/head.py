@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +20,13 @@ from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.train.corpus import Corpus, compute_states, cut, digest_of, open_corpus
-from paceline.lab.train.options import TrainHeadOptions
-from paceline.lab.train.texts import Text, read_prompts, read_texts
-from paceline.lab.train.training import Head, Limits, Progress, Target, Training, first_weights
+from paceline.lab.train.train_options import TrainHeadOptions
+from paceline.lab.train.training import Head, LargeModel, Limits, Progress, Training, first_weights
 from paceline.llm.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import EagleHead, MedusaHead
-from paceline.models.files.draft_head import HeadFiles, HeadSpec, new_head, write_head
 from paceline.models.files.fetch import resolve
+from paceline.models.files.head_folder import HeadFiles, HeadSpec, new_head, write_head
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder, move_to
 from paceline.runner.device import choose_device
@@ -115,7 +115,7 @@ def _train(
     head: HeadSpec,
     checkpoint: Checkpoint,
     corpus: Corpus,
-    target: Target,
+    target: LargeModel,
     options: TrainHeadOptions,
     say: Say,
 ) -> TrainedHead:
@@ -240,7 +240,7 @@ def _answers(
 
 def _target(
     checkpoint: Checkpoint, decoder: Decoder, corpus: Corpus, head: HeadSpec, device: torch.device
-) -> Target:
+) -> LargeModel:
     """The most frequent tokens, and what the model makes of them."""
     counts = Counter(corpus.tokens.tolist())
     counts.update(corpus.likeliest.tolist())
@@ -248,16 +248,102 @@ def _target(
     to_target: NDArray[np.int64] = np.sort(np.array(ranked[: head.draft_vocab_size], np.int64))
     tied = checkpoint.spec.tied_embeddings
     matrix = checkpoint.tensor("model.embed_tokens.weight" if tied else "lm_head.weight").to_float32()
-    return Target(
+    return LargeModel(
         output=torch.from_numpy(matrix[to_target]).to(device),
         norm=decoder.parts.norm.weight,
         to_target=to_target,
     )
 
 
-def _net(head: HeadSpec, weights: dict[str, torch.Tensor], decoder: Decoder, target: Target) -> Head:
+def _net(head: HeadSpec, weights: dict[str, torch.Tensor], decoder: Decoder, target: LargeModel) -> Head:
     if head.kind == "medusa":
         return MedusaHead(head, weights, target.to_target)
     net = EagleHead(head, weights, decoder.parts.embedding, target.to_target, decoder.spec.max_positions)
     move_to(net, target.output.device)
     return net
+
+
+# Texts and prompts out of files: plain text, JSON, or JSON lines.
+#
+# An entry of JSON is a text, a list of token ids, or an object: a conversation (`messages`, `conversations`), or fields
+# such as `prompt`, `question`, `turns` and `text`, `input`, `output`, `answer`.
+
+
+CONVERSATION = ("messages", "conversations")
+ASKED = ("prompt", "question", "instruction", "input", "text")
+SAID = ("output", "answer", "response", "completion")
+
+Text = str | list[int]
+
+
+def read_texts(path: Path) -> list[Text]:
+    """Texts to learn from, each whole."""
+    return [text for entry in _entries(path) if (text := _text_of(entry))]
+
+
+def read_prompts(path: Path) -> list[Text]:
+    """What is asked first in each entry."""
+    return [prompt for entry in _entries(path) if (prompt := _prompt_of(entry))]
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    found = list(_parsed(path, content))
+    if not found:
+        raise InputError(f"{path}: there is no text in it")
+    return found
+
+
+def _parsed(path: Path, content: str) -> Iterator[Any]:
+    if path.suffix == ".json":
+        try:
+            value = json.loads(content)
+        except ValueError as error:
+            raise InputError(f"{path}: is not JSON: {error}") from error
+        yield from value if isinstance(value, list) else [value]
+    elif path.suffix == ".jsonl":
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{path}: line {number} is not JSON: {error}") from error
+    else:  # paragraphs
+        yield from (part.strip() for part in content.split("\n\n") if part.strip())
+
+
+def _is_ids(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and all(type(item) is int and item >= 0 for item in entry)
+
+
+def _said(entry: Any) -> list[str]:
+    """The turns of a conversation."""
+    if not isinstance(entry, dict):
+        return []
+    for name in CONVERSATION:
+        if isinstance(entry.get(name), list):
+            turns = [turn.get("content", turn.get("value")) for turn in entry[name] if isinstance(turn, dict)]
+            return [turn for turn in turns if isinstance(turn, str)]
+    asked = entry.get("turns")
+    return [turn for turn in asked if isinstance(turn, str)] if isinstance(asked, list) else []
+
+
+def _fields(entry: Any, names: tuple[str, ...]) -> list[str]:
+    return (
+        [entry[name] for name in names if isinstance(entry.get(name), str)] if isinstance(entry, dict) else []
+    )
+
+
+def _text_of(entry: Any) -> Text:
+    if isinstance(entry, str) or _is_ids(entry):
+        return entry  # type: ignore[no-any-return]
+    return "\n".join(_said(entry) or _fields(entry, ASKED + SAID))
+
+
+def _prompt_of(entry: Any) -> Text:
+    if isinstance(entry, str) or _is_ids(entry):
+        return entry  # type: ignore[no-any-return]
+    return next(iter(_said(entry) or _fields(entry, ASKED)), "")

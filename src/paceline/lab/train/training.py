@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.lab.train.corpus import Corpus
 from paceline.models.draft_head import EagleHead, MedusaHead
-from paceline.models.files.draft_head import HeadSpec, head_tensors
+from paceline.models.files.head_folder import HeadSpec, head_tensors
 from paceline.models.files.safetensors import SafetensorsFile, write_safetensors
 
 # Of learning: over the hidden size; at the end, as a share of that; steps until it is reached.
@@ -39,7 +39,7 @@ Pieces = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Target:
+class LargeModel:
     """What is needed of the large model."""
 
     output: Tensor  # rows of its output matrix, of the tokens that the head can guess
@@ -74,7 +74,7 @@ class Limits:
         return min(max(progress.seconds / self.seconds, by_steps), 1.0)
 
 
-def first_weights(spec: HeadSpec, target: Target, seed: int) -> dict[str, Tensor]:
+def first_weights(spec: HeadSpec, target: LargeModel, seed: int) -> dict[str, Tensor]:
     """Norm and output matrix begin as the model's own; what is random is small."""
     made = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ class Training:
     """Learns in steps; can be put aside and taken up again."""
 
     def __init__(
-        self, net: Head, weights: dict[str, Tensor], target: Target, corpus: Corpus, limits: Limits
+        self, net: Head, weights: dict[str, Tensor], target: LargeModel, corpus: Corpus, limits: Limits
     ) -> None:
         self._net, self.weights, self._target, self._corpus = net, weights, target, corpus
         self._limits = limits

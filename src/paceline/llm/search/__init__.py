@@ -10,11 +10,8 @@ from typing import Any
 from paceline.core.keywords import with_closest
 from paceline.errors import InvalidRequest
 from paceline.llm.search.base import Candidate, Search, SearchResult
-from paceline.llm.search.beam import Beam
-from paceline.llm.search.best_of import BestOf
-from paceline.llm.search.probe import Probe
-from paceline.llm.search.self_consistency import SelfConsistency
-from paceline.llm.search.tree_of_thought import TreeOfThought
+from paceline.llm.search.tree_of_thought import Beam, TreeOfThought
+from paceline.llm.search.whole_answers import BestOf, Probe, SelfConsistency
 
 SEARCHES: Mapping[str, type[Search]] = {
     "best_of": BestOf,

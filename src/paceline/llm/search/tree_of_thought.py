@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import ClassVar, NamedTuple
 
+from paceline.core.sampling import MAX_LOGPROBS, SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.llm.search.base import Search, SearchResult, all_held, candidate, check_choice, check_range
+from paceline.llm.search.base import (
+    Candidate,
+    Search,
+    SearchResult,
+    all_held,
+    candidate,
+    check_choice,
+    check_range,
+)
 from paceline.llm.tree import AsyncBranch, AsyncTree
 
 MAX_PROMPT_CHARS = 4000
@@ -118,3 +128,141 @@ def _number(branch: AsyncBranch, asked: str) -> float | None:
     said = branch.text.rpartition(asked)[2]
     found = _NUMBER.search(said)
     return None if found is None else float(found.group())
+
+
+# Beam search: at each place the likeliest continuations of all beams together go on.
+#
+# Equal to `generate(num_beams=...)` of transformers with `early_stopping=False` and `True`, up to rounding. A beam is
+# a branch that runs and tells how likely each next token was. The continuation with its own token goes on with it,
+# others are forks of the token before, which share what it has computed.
+
+
+# What changes which tokens are drawn, and not how likely the model says they are.
+_RULES = (
+    *("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+class _Step(NamedTuple):
+    """A beam with one more token."""
+
+    score: float  # sum of its logprobs
+    branch: AsyncBranch
+    token: int
+    length: int  # tokens of the beam then
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.branch.token_ids[: self.length - 1], self.token]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the branch itself has that token."""
+        return self.branch.token_ids[self.length - 1] == self.token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beam(Search):
+    """`width` beams; an answer's score is the sum of its logprobs over its length to the power of `length_penalty`."""
+
+    width: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool = False  # end as soon as `width` answers are complete
+    is_lockstep: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range("width", self.width, 1, MAX_LOGPROBS // 2)
+        check_range("length_penalty", self.length_penalty, -10, 10, float)
+
+    def sampling(self, given: SamplingParams) -> SamplingParams:
+        if given.stop:
+            raise InvalidRequest(
+                "search: a beam ends at stop_token_ids and the end of text, not at texts", param="stop"
+            )
+        default = SamplingParams()
+        for name in _RULES:
+            if getattr(given, name) != getattr(default, name):
+                message = f"search: beams rank tokens by the model's own probabilities; leave {name} out"
+                raise InvalidRequest(message, param=name)
+        return replace(given, n=1, temperature=0, logprobs=MAX_LOGPROBS, ignore_eos=True, seed=None)
+
+    @property
+    def num_parallel(self) -> int:
+        return 2 * self.width  # with those that the next ones are made of
+
+    async def run(self, tree: AsyncTree) -> SearchResult:
+        tokenizer = tree.backend.tokenizer
+        ends = frozenset(tree.backend.sampling.stop_token_ids)
+        if tokenizer is not None:
+            ends |= frozenset(tokenizer.eos_token_ids)
+        num_kept = min(max(2, 1 + len(ends)) * self.width, MAX_LOGPROBS)
+        beams = dict.fromkeys(await tree.root.fork(1), 0.0)
+        done: list[tuple[float, list[int], str]] = []  # the best `width`
+        spent: set[AsyncBranch] = set()  # beams that were left, and have forks
+        for length in range(1, tree.max_tokens + 1):
+            await _all_reach(length, beams, spent, tree)
+            steps = _likeliest(beams, length, num_kept)
+            is_last = length == tree.max_tokens
+            for step in steps[: self.width]:
+                if is_last or step.token in ends:
+                    reason = "stop" if step.token in ends else "length"
+                    done.append((step.score / length**self.length_penalty, step.tokens, reason))
+            done = sorted(done, key=lambda each: -each[0])[: self.width]
+            going = [] if is_last else [step for step in steps if step.token not in ends][: self.width]
+            if not going or self._is_over(done, going[0].score / length**self.length_penalty):
+                break
+            beams, spent = await _go_on(beams, going)
+        return self.result(tree, [self._candidate(tree, each, ends) for each in done])
+
+    def _is_over(self, done: list[tuple[float, list[int], str]], best_possible: float) -> bool:
+        """Whether the beams that are left cannot come before those that are complete."""
+        return len(done) == self.width and (self.early_stopping or best_possible <= done[-1][0])
+
+    @staticmethod
+    def _candidate(tree: AsyncTree, found: tuple[float, list[int], str], ends: frozenset[int]) -> Candidate:
+        score, tokens, reason = found
+        shown = tokens[:-1] if tokens[-1] in ends else tokens
+        tokenizer = tree.backend.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(shown)
+        return Candidate(text=text, token_ids=tokens, score=score, finish_reason=reason)
+
+
+async def _all_reach(
+    length: int, beams: dict[AsyncBranch, float], spent: set[AsyncBranch], tree: AsyncTree
+) -> None:
+    """Wait until all beams have so many tokens; those that have failed before are left out. What they were made of ends
+    behind the next step: by then they share it, or wait for its row."""
+    await tree.backend.settled()
+    while late := [branch for branch in beams if len(branch.token_ids) < length]:
+        for branch in late:
+            if branch.state == "ended":
+                del beams[branch]
+        await tree.backend.changed()
+        while spent:
+            spent.pop().prune()
+
+
+def _likeliest(beams: dict[AsyncBranch, float], length: int, count: int) -> list[_Step]:
+    steps: list[tuple[float, AsyncBranch, int]] = []
+    for branch, score in beams.items():
+        known = branch.output.logprobs
+        assert known, "a beam has the logprobs of its tokens"
+        steps += [(score + each.logprob, branch, token) for token, each in known[length - 1].items()]
+    steps.sort(key=itemgetter(0), reverse=True)
+    return [_Step(*step, length) for step in steps[:count]]
+
+
+async def _go_on(
+    beams: dict[AsyncBranch, float], going: list[_Step]
+) -> tuple[dict[AsyncBranch, float], set[AsyncBranch]]:
+    """The branches of the next place with their scores, and others that some of them were made of."""
+    following = {step.branch: step.score for step in going if step.is_own}
+    for step in going:
+        if not step.is_own:
+            (made,) = await step.branch.fork(1, at=step.length - 1, append=[step.token])
+            following[made] = step.score
+    parents = {step.branch for step in going}
+    for branch in beams.keys() - following.keys() - parents:
+        branch.prune()
+    return following, parents - following.keys()

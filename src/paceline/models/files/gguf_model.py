@@ -1,7 +1,7 @@
 """A GGUF file's fields turned into a `ModelSpec`.
 
 Writers of the format change weights where that suits them, and a spec says what is left to do: Gemma's norms have
-their 1 added already, so that the offset is 0. What was reordered is put back by `layout`.
+their 1 added already, so that the offset is 0. What was reordered is put back by `tensor_layout`.
 """
 
 from __future__ import annotations

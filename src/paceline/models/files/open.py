@@ -20,7 +20,6 @@ from paceline.models.files.fetch import packaged_model
 from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of_folder, text_of_gguf
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.gguf_model import spec_from_gguf
-from paceline.models.files.layout import Piece, locate_in_folder, locate_in_gguf
 from paceline.models.files.quantized_folder import QuantizedFiles, read_kv_scales
 from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (
@@ -30,6 +29,7 @@ from paceline.models.files.sampling_defaults import (
     gguf_generation,
 )
 from paceline.models.files.stored import Entry, StoredTensor, tensor_names
+from paceline.models.files.tensor_layout import Piece, locate_in_folder, locate_in_gguf
 from paceline.models.spec import ModelSpec
 
 # Weights made up from a tensor's name: the same name gives the same values, on every machine and in any order.

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.engine import DRAFT_BUCKETS, MADE_ON_LOADING, DraftConfig, ModelConfig
-from paceline.config.models import SharedMemory
-from paceline.config.speculative import read_speculative_config
+from paceline.config.engine import MADE_ON_LOADING, ModelConfig
+from paceline.config.model_set import SharedMemory
+from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig, read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
-from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
+from paceline.models.files.head_folder import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
 from paceline.models.files.records import (
     FP8,

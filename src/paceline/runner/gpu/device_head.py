@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.plan import RowCopies, RowJoins
-from paceline.models.files.draft_head import EMBEDDING, LAYER, HeadFiles
+from paceline.models.files.head_folder import EMBEDDING, LAYER, HeadFiles
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.drafts import NO_STATE
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables

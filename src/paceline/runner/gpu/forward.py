@@ -47,7 +47,6 @@ from paceline.runner.gpu.kernels.scaled_product import (
     scaled_product,
     scaled_tuning,
 )
-from paceline.runner.gpu.kernels.scaled_row_product import scaled_row_product
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, quantize_rows
 from paceline.runner.gpu.kernels.skinny_product import (
     MAX_GATED_ROWS,
@@ -503,10 +502,7 @@ def _row(
     overlapped: bool,
 ) -> None:
     assert not isinstance(linear, GroupedLinear)
-    if isinstance(linear, ScaledLinear):
-        scaled_row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
-    else:
-        row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
+    row_product(out, x, linear.weight, norm=norm, gated=gated, overlapped=overlapped)
 
 
 def _scaled_dtype(layers: Sequence[DeviceLayer]) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.config.engine import DRAFT_BUCKETS
+from paceline.config.speculative import DRAFT_BUCKETS
 
 SLOT_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024,

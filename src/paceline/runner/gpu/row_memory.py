@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import ORACLE, DraftConfig, EngineConfig
+from paceline.config.engine import EngineConfig
 from paceline.config.sized import Capacity
+from paceline.config.speculative import ORACLE, DraftConfig
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
 from paceline.runner.gpu.kernels.draft_predictions import STATE_WORDS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS

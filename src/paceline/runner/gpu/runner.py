@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.engine import DRAFT_BUCKETS, EngineConfig
+from paceline.config.engine import EngineConfig
+from paceline.config.speculative import DRAFT_BUCKETS
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     GuideWork,
@@ -26,7 +27,7 @@ from paceline.core.plan import (
     StepPlan,
 )
 from paceline.models.decoder import Parts
-from paceline.models.files.draft_head import HeadFiles
+from paceline.models.files.head_folder import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.config.engine import DraftConfig, EngineConfig, PreemptionCosts, SchedulerConfig, StepCosts
+from paceline.config.engine import EngineConfig, PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.config.sized import weighs_preemption, with_costs, with_drafts
+from paceline.config.speculative import DraftConfig
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
 from paceline.runner.sizing import block_seconds

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.fast import count_set
 from paceline.core.request import NO_ROW, Request, RequestId, RequestState
-from paceline.core.tree import Tree
+from paceline.core.tree_limits import RequestTree
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SAYS,
@@ -95,7 +95,7 @@ def families_list_live_children(context: CheckContext) -> str | None:
 @invariant("S30", moment=CHANGES)
 def trees_are_within_their_limits(context: CheckContext) -> str | None:
     state = context.scheduler.state
-    seen: dict[Tree, int] = {}
+    seen: dict[RequestTree, int] = {}
     for request in state.requests.values():
         tree = request.tree
         if tree is not None:

@@ -19,10 +19,19 @@ from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler import steering
 from paceline.scheduler.state import Flight, SchedulerState
 from paceline.scheduler.step import shortage
-from paceline.scheduler.step.admission import NO_BUDGET, NO_ROOM_ROWS, Admission, Verdict
+from paceline.scheduler.step.admission import (
+    NO_BUDGET,
+    NO_MASK,
+    NO_ROOM_ROWS,
+    NO_ROWS,
+    Admission,
+    Index,
+    Mask,
+    StepDraft,
+    Verdict,
+)
 from paceline.scheduler.step.columns import build_joins, build_spans, row_changes
 from paceline.scheduler.step.displacement import Displacement
-from paceline.scheduler.step.draft import NO_MASK, NO_ROWS, Index, Mask, StepDraft
 from paceline.scheduler.step.pace import make_pace, step_budget
 from paceline.scheduler.step.preemption import pick_victim, preempt
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.events import NO_NUMBER, Rule
 from paceline.core.request import Request, RequestState
 from paceline.scheduler.state import SchedulerState
-from paceline.scheduler.step.admission import PASSABLE, Admission, Verdict
-from paceline.scheduler.step.draft import StepDraft
+from paceline.scheduler.step.admission import PASSABLE, Admission, StepDraft, Verdict
 from paceline.scheduler.step.preemption import CostEstimate, estimate, preempt, seconds_until
 
 MOST_LOOKED_AT = 8  # waiting requests in one plan

@@ -1,4 +1,4 @@
-"""The keys file: its entries and their fields, reading it, and changing it under a lock.
+"""Keys and the file they come from: its entries and their fields, reading it, and changing it under a lock.
 
 Every mistake names the place it was made in, the entry and the field.
 """
@@ -8,22 +8,91 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import hmac
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.errors import InputError
-from paceline.server.access.auth import Key, Keyring
-from paceline.server.access.caller import BOUNDS, FREE, LARGEST_PRICE, LARGEST_WEIGHT, LEAST_WEIGHT, Prices
+from paceline.server.access.caller import (
+    BOUNDS,
+    FREE,
+    LARGEST_PRICE,
+    LARGEST_WEIGHT,
+    LEAST_WEIGHT,
+    Caller,
+    Prices,
+)
 from paceline.server.billing.pricing import BLOCK_DECIMALS, TOKEN_DECIMALS, decimal_of, scaled
+from paceline.server.errors import Refusal
+from paceline.server.http.request_headers import RawHeaders, presented_key
+
+# Authentication: keys by the hash of their text, compared in constant time over all of them.
+#
+# Owns the comparison and what a key allows. Files are read in `keys_file`; `http.asgi` decides which routes need a
+# key. Without any key, every client is the default tenant.
+
+
+# Without keys only this machine reaches the server, and every process on it may do everything.
+DEFAULT_CALLER = Caller(is_admin=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key(Caller):
+    """One key: its hash, and the caller whose requests bring it."""
+
+    sha256: bytes
+    enabled: bool = True
+
+
+class Keyring:
+    """The keys that are let in. Replaced as a whole when the file is read again."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def callers(self) -> Sequence[Caller]:
+        """The callers of all enabled keys."""
+        return [key for key in self._keys if key.enabled]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each tenant: what a policy that shares fairly between tenants goes by."""
+        return {key.tenant: key.weight for key in self._keys}
+
+    def caller_of(self, tenant: str) -> Caller | None:
+        """The caller of a tenant; None without an enabled key."""
+        known = self.callers if self._keys else (DEFAULT_CALLER,)
+        return next((caller for caller in known if caller.tenant == tenant), None)
+
+    def admit(self, headers: RawHeaders) -> Caller:
+        """The caller of a request; raises `Refusal` for an unknown key."""
+        if not self._keys:
+            return DEFAULT_CALLER
+        presented = presented_key(headers)
+        digest = hashlib.sha256(presented or b"").digest()
+        found: Key | None = None
+        for key in self._keys:  # all of them, always: time tells nothing
+            if hmac.compare_digest(digest, key.sha256):
+                found = key
+        if presented is None or found is None:
+            raise Refusal("invalid_api_key")
+        if not found.enabled:
+            raise Refusal("key_disabled")
+        return found
+
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")

@@ -31,10 +31,12 @@ from paceline.server.api.generation_route import GenerationRoute, PartsWriter
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
+    anthropic_tool_fields,
     messages_kind,
     metadata_kind,
     model_field,
     objective_fields,
+    read_anthropic_thinking,
     sampling_fields,
     service_level_fields,
 )
@@ -48,7 +50,6 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
-from paceline.server.api.tool_fields import anthropic_tool_fields, read_anthropic_thinking
 from paceline.server.call import Answer, Call
 from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
 from paceline.server.generate.generation import Generation, Usage

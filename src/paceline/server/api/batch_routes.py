@@ -26,8 +26,7 @@ from paceline.server.api.fields import (
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import metadata_kind
 from paceline.server.api.route import Route, described
-from paceline.server.batches.batches import ENDPOINTS, Batches
-from paceline.server.batches.records import (
+from paceline.server.batches.batch_records import (
     CANCELLED,
     CANCELLING,
     IN_PROGRESS,
@@ -45,6 +44,7 @@ from paceline.server.batches.records import (
     new_batch_id,
     shown_list,
 )
+from paceline.server.batches.batches import ENDPOINTS, Batches
 from paceline.server.batches.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, Upload
 from paceline.server.call import Answer, Call, Download
 from paceline.server.errors import Refusal, UnsupportedRoute

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.adapter import AdapterInfo
 from paceline.core.sampling import PARAMETERS, SamplingParams
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
@@ -28,9 +28,9 @@ from paceline.server.api.openai_fields import (
     RETENTIONS,
     chat_table,
     completions_table,
+    read_thinking,
 )
 from paceline.server.api.structures import structure_field, structure_of
-from paceline.server.api.tool_fields import read_thinking
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
 from paceline.text.tools.reading import read_openai_tools

@@ -25,10 +25,14 @@ from paceline.server.api.fields import (
 from paceline.server.api.generation_route import GenerationRoute, PartsWriter
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
+    EFFORTS,
     LARGEST,
     MESSAGE_SCHEMA,
     client_fields,
     model_field,
+    openai_tool_fields,
+    read_thinking,
+    reasoning_fields,
     sampling_fields,
     serving_fields,
 )
@@ -41,12 +45,6 @@ from paceline.server.api.openai_requests import (
 )
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
-from paceline.server.api.tool_fields import (
-    EFFORTS,
-    openai_tool_fields,
-    read_thinking,
-    reasoning_fields,
-)
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
 from paceline.server.generate.generation import Generation, Usage

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.server.api.admin_routes import admin_routes, usage_routes
+from paceline.server.api.admin_routes import admin_routes, traffic_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.by_model import routes_by_model
-from paceline.server.api.model_routes import adapter_routes, model_routes, sleep_routes, token_routes
+from paceline.server.api.model_routes import (
+    adapter_routes,
+    model_routes,
+    routes_by_model,
+    sleep_routes,
+    token_routes,
+)
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
-from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes
+from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes, tree_routes
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
-from paceline.server.api.traffic_routes import traffic_routes
-from paceline.server.api.tree_routes import tree_routes
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.service import Service

@@ -19,9 +19,9 @@ from paceline.server.access.caller import Caller
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.responses import RESPONSES
 from paceline.server.api.route import Route
+from paceline.server.batches.batch_records import CANCELLED, EXPIRED, STATES, Batch
+from paceline.server.batches.batch_store import RETRY_S, ResultWriter, StorageFailed, Store, insist
 from paceline.server.batches.line_run import Attempts, LineRunner
-from paceline.server.batches.records import CANCELLED, EXPIRED, STATES, Batch
-from paceline.server.batches.store import RETRY_S, ResultWriter, StorageFailed, Store, insist
 from paceline.server.batches.upload import Uploads
 from paceline.server.batches.work import BatchContext, BatchWork, Gate
 from paceline.server.generate.service import Service

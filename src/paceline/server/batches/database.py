@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from paceline.server.batches.records import (
+from paceline.server.batches.batch_records import (
     IN_PROGRESS,
     OPEN_STATES,
     STATES,

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.core.service_class import BATCH
 from paceline.server.access.caller import Caller
-from paceline.server.batches.records import CANCELLED, EXPIRED, Batch, BatchLine, LineResult
+from paceline.server.batches.batch_records import CANCELLED, EXPIRED, Batch, BatchLine, LineResult
 from paceline.server.call import Answer, Call, Events, Handler
 from paceline.server.errors import Problem, UnsupportedParameter, openai_body, problem_of
 from paceline.server.generate.request_record import Observer, RequestRecord

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.server.batches.records import BatchLine, LineError
+from paceline.server.batches.batch_records import BatchLine, LineError
 from paceline.server.errors import Refusal
 from paceline.server.http.strict_json import MAX_KEYS, read_object
 

@@ -14,7 +14,7 @@ from itertools import count
 from urllib.parse import unquote_to_bytes
 
 from paceline.errors import InvalidRequest
-from paceline.server.batches.records import (
+from paceline.server.batches.batch_records import (
     INPUT_PURPOSE,
     FileTooLarge,
     QuotaExceeded,
@@ -22,7 +22,7 @@ from paceline.server.batches.records import (
     TooManyFiles,
     new_file_id,
 )
-from paceline.server.batches.store import NewFile, Store
+from paceline.server.batches.batch_store import NewFile, Store
 
 # multipart/form-data read piece by piece, strictly: a form with few small fields and one file.
 #

@@ -16,10 +16,7 @@ from typing import TypeVar
 
 from paceline.errors import PacelineError
 from paceline.server.access.caller import Caller
-from paceline.server.batches.database import Database
-from paceline.server.batches.line_run import LineRunner, RunAgain, Withdrawn, not_run, refused
-from paceline.server.batches.lines import Findings, LineRules, read_body, read_input
-from paceline.server.batches.records import (
+from paceline.server.batches.batch_records import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -36,7 +33,10 @@ from paceline.server.batches.records import (
     errors_json,
     new_file_id,
 )
-from paceline.server.batches.store import RETRY_S, NewFile, ResultWriter, Store, insist
+from paceline.server.batches.batch_store import RETRY_S, NewFile, ResultWriter, Store, insist
+from paceline.server.batches.database import Database
+from paceline.server.batches.line_run import LineRunner, RunAgain, Withdrawn, not_run, refused
+from paceline.server.batches.lines import Findings, LineRules, read_body, read_input
 from paceline.server.errors import GenerationFailed, problem_of
 from paceline.server.http.request_headers import new_id
 from paceline.server.logs import log

@@ -24,8 +24,8 @@ from paceline.llm.prompts import PreparedRequest
 from paceline.process.client import BranchUpdate, EngineStream, EngineUnavailable
 from paceline.server.billing.charge import receipt
 from paceline.server.errors import CATALOGUE, DeadlineExceeded, GenerationFailed, QueueTimeout
-from paceline.server.generate.admission import Permit
 from paceline.server.generate.estimates import forecast_headers
+from paceline.server.generate.request_admission import Permit
 from paceline.server.generate.request_record import Observer, RequestRecord
 from paceline.text.answer import AnswerEvent
 from paceline.text.tokenizer import Tokenizer

@@ -17,13 +17,13 @@ from typing import Any
 from paceline.core.request import Change, Cost, FinishReason
 from paceline.core.sampling import MAX_HOLD_S
 from paceline.core.service_class import ServiceLevel
-from paceline.core.tree import TreeLimits
+from paceline.core.tree_limits import TreeLimits
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import PRUNED, BranchText
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.llm.prompts import PreparedRequest, PromptReader
 from paceline.llm.search import Search, SearchResult
-from paceline.llm.tree import AsyncTree, FindPattern, Told
+from paceline.llm.tree import AsyncTree, FindPattern, TellingBackend
 from paceline.process.client import BranchUpdate, EngineClient, EngineStream
 from paceline.server.billing.charge import receipt
 from paceline.server.errors import DeadlineExceeded, GenerationFailed
@@ -54,7 +54,7 @@ class _Branch:
         return self.stream.first + self.place
 
 
-class TreeOverClient:
+class TreeOverClient(TellingBackend):
     """The backend of a tree."""
 
     def __init__(
@@ -68,6 +68,7 @@ class TreeOverClient:
         observer: Observer,
         find_pattern: FindPattern,
     ) -> None:
+        super().__init__()
         asked = replace(search.sampling(prepared.sampling), on_stop="hold", hold_s=MAX_HOLD_S)
         self.sampling = asked
         self.tokenizer: Tokenizer | None = tokenizer
@@ -76,8 +77,6 @@ class TreeOverClient:
         self._search, self._record, self._observer = search, record, observer
         self._branches: list[_Branch] = []
         self._tasks: set[asyncio.Task[Any]] = set()  # that read streams
-        self._told: set[asyncio.Task[Any]] = set()
-        self._errors = Told()
         self._news = asyncio.Event()
         self._failure: Exception | None = None
         self._on_first: Callable[[], None] = lambda: None
@@ -143,19 +142,8 @@ class TreeOverClient:
 
     # -- Backend -------------------------------------------------------------------------------------------
 
-    async def ask(self, what: str, *args: Any, **options: Any) -> Any:
-        await self.settled()
+    async def _do(self, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return await self._command(what)(*args, **options)
-
-    def tell(self, what: str, *args: Any, **options: Any) -> None:
-        task = asyncio.ensure_future(self._command(what)(*args, **options))
-        self._told.add(task)
-        task.add_done_callback(self._note)
-
-    async def settled(self) -> None:
-        while self._told:
-            await asyncio.wait(self._told)
-        self._errors.check()
 
     async def changed(self) -> None:
         await self._news.wait()
@@ -212,10 +200,6 @@ class TreeOverClient:
 
     async def _score(self, index: int, score: float) -> None:
         await self._client.change([self._branches[index].number], Change(score=score))
-
-    def _note(self, task: asyncio.Task[Any]) -> None:
-        self._told.discard(task)
-        self._errors.note(None if task.cancelled() else task.exception())
 
     # -- what the engine tells -----------------------------------------------------------------------------
 

@@ -37,18 +37,18 @@ from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnknownModel
-from paceline.server.generate.admission import Admission, Capacity, Permit
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
 from paceline.text.dialect import ChatRequest
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tools.call_grammar import with_tool_named
 from paceline.text.tools.formats import AUTO
-from paceline.text.tools.grammar import with_tool_named
 
 # A shorter prompt is tokenised faster than another thread takes over.
 INLINE_CHARS = 1_000
@@ -124,8 +124,8 @@ class Service:
         self.tokenizer = model.tokenizer
         self.settings = settings or ServiceSettings()
         self.observer = observer
-        capacity = Capacity(places=self.settings.max_queue, queued_tokens=0)
-        self.admission = Admission(capacity, lambda: client.stats.next_place_s, by_tenant)
+        capacity = ServerCapacity(places=self.settings.max_queue, queued_tokens=0)
+        self.admission = RequestAdmission(capacity, lambda: client.stats.next_place_s, by_tenant)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
         self.live = LiveBranches()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote
 
-from paceline.server.access.auth import DEFAULT_CALLER, Keyring
+from paceline.server.access.keys_file import DEFAULT_CALLER, Keyring
 from paceline.server.access.rate_limits import RateLimits
 from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, PARAMETER, Route
 from paceline.server.call import Call, Download, Events

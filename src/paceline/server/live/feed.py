@@ -28,7 +28,7 @@ from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnknownModel, openai_error_frame
 from paceline.server.generate.requests import RecentRequests
 from paceline.server.logs import log
-from paceline.server.metrics.requests import RequestMetrics
+from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
 
 INTERVAL_S = 0.2
@@ -107,7 +107,7 @@ class Past:
 class Feed:
     """The messages of one engine, and its viewers."""
 
-    def __init__(self, client: EngineClient, requests: RequestMetrics) -> None:
+    def __init__(self, client: EngineClient, requests: RequestFamilies) -> None:
         self.past = Past()
         self.models: Sequence[WatchedModel] = ()  # all of the server
         # Names the requests; None until the API is up.
@@ -229,7 +229,7 @@ class WatchedModel(NamedTuple):
     name: str
     share: float  # of the device's time, against those of the others
     client: EngineClient
-    requests: RequestMetrics
+    requests: RequestFamilies
     feed: Feed
 
 
@@ -285,7 +285,7 @@ def _names(recent: RecentRequests, count: int) -> list[Named]:
 
 def message(
     number: int,
-    requests: RequestMetrics,
+    requests: RequestFamilies,
     seen: bytes,
     names: list[Named] | None = None,
     shared: dict[str, Any] | None = None,
@@ -307,7 +307,7 @@ def message(
     )
 
 
-def latency_bounds(requests: RequestMetrics) -> dict[str, tuple[float, ...]]:
+def latency_bounds(requests: RequestFamilies) -> dict[str, tuple[float, ...]]:
     """The upper ends of the buckets that messages count in."""
     return {name: requests.histograms[full][1].bounds for name, full in LATENCIES.items()}
 

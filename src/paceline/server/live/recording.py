@@ -23,7 +23,7 @@ from paceline.process.client import Explanation
 from paceline.process.live_view import delta_values
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.feed import LATENCIES, message
-from paceline.server.metrics.requests import RequestMetrics
+from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
 from paceline.watch.trace import PeriodicTrace, TraceDelta
 
@@ -47,7 +47,7 @@ class Recording:
         self.bundles: list[bytes] = []  # gzip of a JSON array of messages
         self.answers: list[tuple[float, float]] = []  # when a request ended, and how long after its arrival
         self.is_over = False
-        self.requests = RequestMetrics()
+        self.requests = RequestFamilies()
         self._pending: list[bytes] = []
         self._ring = DecisionRing(MOST_DECISIONS)
         self._latencies = _Latencies(self.requests)
@@ -190,7 +190,7 @@ def _own_prompt(request: Request | None) -> int:
 class _Latencies:
     """The same counters and histograms a server fills, from columns of tokens."""
 
-    def __init__(self, requests: RequestMetrics) -> None:
+    def __init__(self, requests: RequestFamilies) -> None:
         self._requests = requests
         self._arrival_s = np.full(1024, np.nan)  # by request
         self._last_s = np.full(1024, np.nan)

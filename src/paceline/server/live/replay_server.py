@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.config.server import ServerConfig
-from paceline.server.access.auth import Keyring
+from paceline.server.access.keys_file import Keyring
 from paceline.server.api.request_routes import explain_any_route
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call, Events, Handler

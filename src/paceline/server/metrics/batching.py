@@ -16,11 +16,11 @@ from prometheus_client.core import Metric
 
 from paceline.core.counters import LEVELS, STEP_TOKEN_BOUNDS, STRUCTURE_OUTCOMES
 from paceline.core.events import Rule
-from paceline.costs.model import WorkDone, work_done
+from paceline.costs.cost_model import WorkDone, work_done
 from paceline.costs.presets import Peak, published_peak
 from paceline.process.client import EngineClient, EngineInfo, EngineStats, EngineUnavailable
 from paceline.server.metrics.families import Families, Histogram
-from paceline.server.metrics.requests import MET, MISSED, RequestMetrics
+from paceline.server.metrics.request_metrics import MET, MISSED, RequestFamilies
 
 # The key figures of continuous batching over the last minute, for readers without a database of metrics.
 #
@@ -53,7 +53,7 @@ class Totals(NamedTuple):
     missed: int = 0
 
 
-class Limits(NamedTuple):
+class BatchLimits(NamedTuple):
     """What the figures are shares of; None where it is not known."""
 
     peak_flops: float | None = None
@@ -90,7 +90,7 @@ class RecentTotals:
         return Totals._make(new - old for new, old in zip(now, then, strict=True))
 
 
-def recent_figures(change: Totals | None, limits: Limits) -> Iterator[tuple[str, str, float]]:
+def recent_figures(change: Totals | None, limits: BatchLimits) -> Iterator[tuple[str, str, float]]:
     """Name, meaning and value of what can be said of the last minute."""
     if change is None:
         return
@@ -118,7 +118,7 @@ def recent_figures(change: Totals | None, limits: Limits) -> Iterator[tuple[str,
         yield "memory_share", text, moved / elapsed_s / limits.peak_bandwidth
 
 
-def recent_costs(change: Totals | None, limits: Limits) -> dict[str, float]:
+def recent_costs(change: Totals | None, limits: BatchLimits) -> dict[str, float]:
     """What a million tokens cost at the pace of the last minute, by which tokens are counted."""
     if change is None or limits.cost_per_hour is None:
         return {}
@@ -136,7 +136,7 @@ class BatchingMetrics:
     """Reads one engine."""
 
     def __init__(
-        self, client: EngineClient, requests: RequestMetrics, *, cost_per_hour: float | None = None
+        self, client: EngineClient, requests: RequestFamilies, *, cost_per_hour: float | None = None
     ) -> None:
         self._client = client
         self._requests = requests
@@ -229,12 +229,12 @@ class BatchingMetrics:
         text = "Keys and values written by all steps, estimated."
         yield "estimated_write_bytes_per_gpu", text, done.written_bytes
 
-    def _limits(self, info: EngineInfo | None) -> Limits:
+    def _limits(self, info: EngineInfo | None) -> BatchLimits:
         peak = _peak(info)
         if peak is None:
-            return Limits(cost_per_hour=self._cost_per_hour)
+            return BatchLimits(cost_per_hour=self._cost_per_hour)
         knows_bytes = info is not None and info.work is not None and info.work.step_bytes is not None
-        return Limits(peak.flops, peak.bandwidth if knows_bytes else None, self._cost_per_hour)
+        return BatchLimits(peak.flops, peak.bandwidth if knows_bytes else None, self._cost_per_hour)
 
     def _totals(self) -> Totals:
         info, stats, requests = self._info, self._client.stats, self._requests

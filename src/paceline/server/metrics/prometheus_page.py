@@ -17,9 +17,9 @@ from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.families import LABELS, Families
-from paceline.server.metrics.requests import (
+from paceline.server.metrics.request_metrics import (
     HttpMetrics,
-    RequestMetrics,
+    RequestFamilies,
     cache_labels,
     engine_counters,
     engine_gauges,
@@ -38,7 +38,7 @@ class ModelFigures(NamedTuple):
 
     name: str
     client: EngineClient
-    requests: RequestMetrics
+    requests: RequestFamilies
     batching: BatchingMetrics
 
 
@@ -48,7 +48,7 @@ class MetricsPage(Collector):
     def __init__(
         self,
         client: EngineClient,
-        requests: RequestMetrics,
+        requests: RequestFamilies,
         http: HttpMetrics,
         batching: BatchingMetrics,
         *,
@@ -134,7 +134,7 @@ class MetricsPage(Collector):
         text = "Adapters of running and waiting requests; the value is the time."
         yield make.gauge_by("lora_requests_info", text, {tuple(labels.values()): time.time()}, *labels)
 
-    def _generations(self, make: Families, requests: RequestMetrics) -> Iterable[Metric]:
+    def _generations(self, make: Families, requests: RequestFamilies) -> Iterable[Metric]:
         yield make.counter("prompt_tokens", "Tokens of prompts.", requests.prompt_tokens)
         text = "Tokens of prompts found in the cache."
         yield make.counter("prompt_tokens_cached", text, requests.cached_tokens)

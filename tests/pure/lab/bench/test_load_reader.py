@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.bench.load.reader import AnswerReader, EventKind, ObservedAnswer, error_text
+from paceline.lab.bench.load.reader import EventKind, ObservedAnswer, ResponseReader, error_text
 
 STREAM = {b"content-type": b"text/event-stream; charset=utf-8"}
 
@@ -39,7 +39,7 @@ WHOLE = ROLE + text("a") + b": a comment\n\n" + text("b") + FINISH + USAGE + DON
 def read(*parts: bytes, status: int = 200, headers: dict[bytes, bytes] = STREAM) -> ObservedAnswer:
     """An answer whose parts come a second apart."""
     seen = ObservedAnswer(index=0, due_s=0.0)
-    reader = AnswerReader(seen)
+    reader = ResponseReader(seen)
     reader.take_head(status, headers, 0.0)
     for number, part in enumerate(parts, start=1):
         reader.take_body(part, float(number))

@@ -12,8 +12,8 @@ from paceline.cli.bench.view import Report, plain_lines, write
 from paceline.cli.flags import writable
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
-from paceline.lab.bench.recheck import Case, recheck
 from paceline.lab.bench.tables import Grid
+from paceline.lab.bench.throughput import Case, recheck
 from paceline.llm.llm import LLM
 from paceline.llm.outputs import CompletionOutput, Logprob, RequestOutput
 

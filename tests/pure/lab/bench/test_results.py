@@ -13,7 +13,6 @@ from paceline.cli.bench.view import show
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.lab.bench.latency import ObservedRequest, summarize
-from paceline.lab.bench.recheck import Recheck, TokenDifference, choose, first_difference
 from paceline.lab.bench.tables import (
     Grid,
     latency_json,
@@ -24,7 +23,16 @@ from paceline.lab.bench.tables import (
     throughput_json,
     throughput_table,
 )
-from paceline.lab.bench.throughput import ThroughputResult, check_complete, sampling_of, warm_up_requests
+from paceline.lab.bench.throughput import (
+    Recheck,
+    ThroughputResult,
+    TokenDifference,
+    check_complete,
+    choose,
+    first_difference,
+    sampling_of,
+    warm_up_requests,
+)
 from paceline.lab.bench.workloads import LARGEST_TOKEN, OFFLINE, BenchRequest, BenchWorkload, make_workload
 from paceline.lab.report.summary import distribution
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.costs.model import CostModel, StepShape
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.sim.settings import Machine, SimConfig
 from paceline.lab.workload.workload import Workload

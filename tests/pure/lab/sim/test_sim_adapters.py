@@ -10,7 +10,7 @@ import pytest
 from paceline.core.clock import ManualClock
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
-from paceline.lab.sim.adapters import TimedReads, draw_of_requests
+from paceline.lab.sim.replica import TimedReads, draw_of_requests
 from paceline.lab.sim.run import Simulation
 from paceline.lab.workload.workload import Workload
 from tests.fake_adapters import read

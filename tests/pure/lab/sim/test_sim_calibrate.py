@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
+from paceline.costs.cost_model import StepShape
 from paceline.costs.fit import CostCoefficients, FitError, FittedCost, HostCosts, TimeSpread
-from paceline.costs.model import StepShape
 from paceline.errors import InputError
 from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.sim.cost_files import calibrate, load_cost_model, step_errors, timed_steps

@@ -11,11 +11,11 @@ import pytest
 
 from paceline.audit.codec import decode_time
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
-from paceline.config.engine import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
+from paceline.config.speculative import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
 from paceline.core.clock import ManualClock
 from paceline.core.plan import AT_LENGTH, RowJoins, RowSet, StepPlan, StepWork, i32
 from paceline.core.sampling import SamplingParams
-from paceline.costs.model import StepShape
+from paceline.costs.cost_model import StepShape
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.summary import summarize

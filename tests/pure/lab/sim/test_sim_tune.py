@@ -26,7 +26,7 @@ from paceline.cli.tune.run import (
 from paceline.errors import ConfigError, InputError
 from paceline.lab.report.summary import Distribution, Slo, Summary, summarize
 from paceline.lab.sim import SimConfig, engine_config, simulate
-from paceline.lab.sim.tune import Bound, Knob, Search, Settings, TimeIsUp, Trial, pressure_of
+from paceline.lab.sim.tune import Bound, Knob, Settings, TimeIsUp, Trial, TuneSearch, pressure_of
 from tests.pure.lab.sim.sim_helpers import PerToken, machine, make_workload, random_workload, sim_config
 
 BOUNDS = (
@@ -61,7 +61,7 @@ def valley(settings: Settings, rate: float) -> Summary:
 
 
 def test_the_known_best_of_a_small_space_is_found() -> None:
-    search = Search(valley, BOUNDS, KNOBS)
+    search = TuneSearch(valley, BOUNDS, KNOBS)
     best = search.highest_rate(START, first_rate=1.0)
     assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
     assert 19.0 <= best.rate <= 20.0 and best.holds and not search.was_cut
@@ -73,7 +73,7 @@ def test_the_known_best_of_a_small_space_is_found() -> None:
 
 
 def test_at_a_given_rate_the_most_room_is_found() -> None:
-    best = Search(valley, BOUNDS, KNOBS).most_room(START, 10.0)
+    best = TuneSearch(valley, BOUNDS, KNOBS).most_room(START, 10.0)
     assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
     assert best.rate == 10.0 and best.pressure == pytest.approx(0.5)
 
@@ -81,19 +81,19 @@ def test_at_a_given_rate_the_most_room_is_found() -> None:
 def test_the_same_search_asks_the_same_questions() -> None:
     asked: list[list[tuple[tuple[str, object], ...]]] = []
     for _ in range(2):
-        search = Search(valley, BOUNDS, KNOBS)
+        search = TuneSearch(valley, BOUNDS, KNOBS)
         search.highest_rate(START, 1.0)
         asked.append([(*trial.settings.items(), ("rate", trial.rate)) for trial in search.trials])
     assert asked[0] == asked[1] and len(set(asked[0])) == len(asked[0]), "nothing is simulated twice"
 
 
 def test_an_slo_that_nothing_keeps_finds_nothing_and_ends() -> None:
-    search = Search(lambda settings, rate: summary(2.0, 0.01), BOUNDS, KNOBS)
+    search = TuneSearch(lambda settings, rate: summary(2.0, 0.01), BOUNDS, KNOBS)
     assert search.highest_rate(START, 1.0) is None
 
 
 def test_an_slo_that_everything_keeps_ends_too() -> None:
-    search = Search(lambda settings, rate: summary(0.1, 0.01), BOUNDS, KNOBS)
+    search = TuneSearch(lambda settings, rate: summary(0.1, 0.01), BOUNDS, KNOBS)
     best = search.highest_rate(START, 1.0)
     assert best is not None and best.rate > 1e5 and len(search.trials) < 100
 
@@ -102,13 +102,13 @@ def test_a_start_that_never_holds_is_left() -> None:
     def only_four(settings: Settings, rate: float) -> Summary:
         return valley(settings, rate) if settings["a"] == 4 else summary(5.0, 0.01)
 
-    best = Search(only_four, BOUNDS, KNOBS).highest_rate(START, 1.0)
+    best = TuneSearch(only_four, BOUNDS, KNOBS).highest_rate(START, 1.0)
     assert best is not None and best.settings == {"a": 4, "b": 0.5, "c": "y"}
 
 
 @pytest.mark.parametrize("max_trials", [1, 7, 20])
 def test_a_limit_ends_the_search_with_what_there_is(max_trials: int) -> None:
-    search = Search(valley, BOUNDS, KNOBS, max_trials=max_trials)
+    search = TuneSearch(valley, BOUNDS, KNOBS, max_trials=max_trials)
     best = search.highest_rate(START, 1.0)
     assert search.was_cut and len(search.trials) <= max_trials
     assert best is not None and best.holds
@@ -124,7 +124,7 @@ def test_a_simulation_that_runs_out_of_time_ends_the_search_with_what_there_is()
             raise TimeIsUp
         return valley(settings, rate)
 
-    search = Search(slow, BOUNDS, KNOBS)
+    search = TuneSearch(slow, BOUNDS, KNOBS)
     best = search.highest_rate(START, 1.0)
     assert best is not None and best.holds and search.was_cut
     assert search.best_of(3, best.rate) == [best], "nothing is simulated when there is no time"
@@ -134,7 +134,7 @@ def test_values_beyond_one_that_is_far_worse_are_not_tried() -> None:
     def steep(settings: Settings, rate: float) -> Summary:
         return summary(0.1 * 10.0 ** abs(math.log2(float(settings["a"]) / 8)), 0.01)
 
-    search = Search(steep, BOUNDS, (Knob(name="a", values=(1, 2, 4, 8, 16)),))
+    search = TuneSearch(steep, BOUNDS, (Knob(name="a", values=(1, 2, 4, 8, 16)),))
     assert search.most_room({"a": 8}, 1.0) is not None
     assert [trial.settings["a"] for trial in search.trials] == [8, 4, 16]
 
@@ -150,7 +150,7 @@ def test_settings_that_miss_the_slo_by_far_are_not_listed() -> None:
     def few_rows_are_hopeless(settings: Settings, rate: float) -> Summary:
         return summary({1: 65.0, 2: 1.5, 4: 0.9}[int(settings["a"])], 0.01)
 
-    search = Search(few_rows_are_hopeless, BOUNDS, (Knob(name="a", values=(1, 2, 4)),))
+    search = TuneSearch(few_rows_are_hopeless, BOUNDS, (Knob(name="a", values=(1, 2, 4)),))
     assert search.most_room({"a": 1}, 1.0) is not None
     assert [trial.settings["a"] for trial in search.trials] == [1, 2, 4]
     assert [trial.settings["a"] for trial in search.best_of(3, 1.0)] == [4, 2]
@@ -180,7 +180,7 @@ def test_too_few_rows_and_too_small_steps_are_found_out() -> None:
         Knob(name="max_num_batched_tokens", values=(16, 32, 128, 2048)),
         Knob(name="max_num_seqs", values=(1, 4, 64)),
     )
-    search = Search(task.simulate, bounds, knobs)
+    search = TuneSearch(task.simulate, bounds, knobs)
     start = {"max_num_batched_tokens": 2048, "max_num_seqs": 1}
     best = search.highest_rate(start, 0.5)
     assert best is not None
@@ -264,7 +264,7 @@ def test_what_misses_the_slo_never_reads_as_all_of_it(pressure: float, told: str
 
 
 def test_the_best_so_far_needs_no_simulation() -> None:
-    search = Search(valley, BOUNDS, KNOBS, max_trials=25)
+    search = TuneSearch(valley, BOUNDS, KNOBS, max_trials=25)
     assert search.best_so_far(3, None) == []
     best = search.highest_rate(START, first_rate=1.0)
     tried = len(search.trials)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from paceline.lab.bench.load.pool import ConnectFailed, ConnectionEnded, Pool
 from paceline.lab.bench.load.prompt_source import BodyForm, Source
-from paceline.lab.bench.load.reader import AnswerReader, EventKind, ObservedAnswer
+from paceline.lab.bench.load.reader import EventKind, ObservedAnswer, ResponseReader
 
 # Requests are made before they are due, in idle time, up to these limits.
 AHEAD_REQUESTS, AHEAD_BYTES = 4096, 16 * 2**20
@@ -180,7 +180,7 @@ class LoadGenerator:
             seen.piece_s.clear()
             seen.kind = EventKind.UNFINISHED
             try:
-                await self._pool.post(prepared.payload, AnswerReader(seen))
+                await self._pool.post(prepared.payload, ResponseReader(seen))
             except ConnectFailed as error:
                 _end(seen, EventKind.NO_CONNECTION, str(error))
             except ConnectionEnded as error:

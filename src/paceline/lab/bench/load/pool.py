@@ -1,7 +1,7 @@
 """Connections to one server, kept open and used again.
 
 Owns sockets, HTTP/1.1 framing and the moment at which bytes are said to have arrived: the first thing that happens
-when the loop hands them over. Knows no events and no measures; what comes is handed to an `AnswerReader`.
+when the loop hands them over. Knows no events and no measures; what comes is handed to an `ResponseReader`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 
 import httptools
 
-from paceline.lab.bench.load.reader import AnswerReader
+from paceline.lab.bench.load.reader import ResponseReader
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -60,7 +60,7 @@ class Pool:
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if target.is_https else None
 
-    async def post(self, payload: bytes, reader: AnswerReader) -> None:
+    async def post(self, payload: bytes, reader: ResponseReader) -> None:
         """Send a request and feed its answer to the reader, to the end.
 
         A server may close an idle connection at any time. A request that met one and got not a single byte was never
@@ -112,14 +112,14 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._reader: AnswerReader | None = None
+        self._reader: ResponseReader | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[bytes, bytes] = {}
         self._now_s = 0.0
         self._lasts_until_close = False
         self.is_reusable = False
 
-    async def exchange(self, payload: bytes, reader: AnswerReader) -> None:
+    async def exchange(self, payload: bytes, reader: ResponseReader) -> None:
         assert self._transport is not None and self._done is None
         self.is_reusable = False
         self._reader, self._headers = reader, {}

@@ -99,7 +99,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class AnswerReader:
+class ResponseReader:
     """Takes an answer in and settles how the request ended."""
 
     def __init__(self, seen: ObservedAnswer) -> None:

@@ -22,6 +22,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     fitting_parts,
     fitting_tile,
     launch_product,
+    store_product,
 )
 
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -117,10 +118,7 @@ def _block_kernel(
         if GATED:
             w = widened(tl.load(weight_at + COLUMNS * INNER + start), KIND)
             up += tl.dot(w, xs) * tl.load(of_group + COLUMNS)[:, None]
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
-    tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+    store_product(out, acc, up, part, rows, row, column, COLUMNS, GATED)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     fitting_parts,
     fitting_tile,
     launch_product,
+    store_product,
 )
 
 COLUMNS_TOGETHER = 16
@@ -164,10 +165,7 @@ def _packed_kernel(
         if GATED:
             words_at += COLUMNS * (INNER // 4)
             up = tl.dot(unpacked(words_at, pair_at + COLUMNS, TOTAL, GROUP, TILE, QUARTER, KIND), xs, up)
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
-    tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+    store_product(out, acc, up, part, rows, row, column, COLUMNS, GATED)
 
 
 @triton.jit

@@ -14,11 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.overlap import wait_and_announce
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows
 from paceline.runner.gpu.kernels.skinny_product import (
     MAX_ROWS,
@@ -26,6 +23,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     fitting_parts,
     fitting_tile,
     launch_product,
+    product_kernel,
 )
 
 _FEWEST_ROWS = 16  # of a matrix instruction
@@ -94,7 +92,7 @@ def scaled_product(
     """
     assert x.q.dtype == weight.q.dtype and weight.q.shape[1] == x.q.shape[1]
     launch_product(
-        _scaled_kernel,
+        product_kernel,
         out,
         (x.q, x.scale, weight.q, weight.scale),
         sizes=(*x.q.shape, weight.q.shape[0]),
@@ -102,53 +100,9 @@ def scaled_product(
         gated=gated,
         overlapped=overlapped,
         STEP=tuning.inner,
+        SCALED=True,
         IS_WHOLE=x.q.dtype == torch.int8,
     )
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _scaled_kernel(
-    out,
-    x,
-    x_scale,
-    weight,
-    weight_scale,
-    rows,
-    INNER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    GATED: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    SUM: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    part = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    inner = tl.arange(0, STEP)
-    weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
-    x_at = x + row[:, None] * INNER + inner[None, :]
-    scale = tl.load(weight_scale + column)
-    up_scale = tl.load(weight_scale + COLUMNS + column) if GATED else scale
-    acc = tl.zeros([TILE, ROWS], SUM)
-    up = tl.zeros([TILE, ROWS], SUM)
-    PART: tl.constexpr = INNER // PARTS
-    wait_and_announce(OVERLAPPED)
-    for start in range(part * PART, (part + 1) * PART, STEP):
-        w = tl.load(weight_at + start)
-        xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
-        acc = tl.dot(w, tl.trans(xs), acc, out_dtype=SUM)
-        if GATED:
-            up = tl.dot(tl.load(weight_at + COLUMNS * INNER + start), tl.trans(xs), up, out_dtype=SUM)
-    of_row = tl.load(x_scale + row, mask=row < rows, other=0.0)
-    result = acc.to(tl.float32) * scale[:, None] * of_row[None, :]
-    if GATED:
-        result = result / (1.0 + tl.exp(-result)) * (up.to(tl.float32) * up_scale[:, None] * of_row[None, :])
-    into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
-    tl.store(into, result.to(out.dtype.element_ty), mask=(row < rows)[None, :])
 
 
 # -- many rows -----------------------------------------------------------------------------------------------

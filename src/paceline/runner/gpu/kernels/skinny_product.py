@@ -102,14 +102,16 @@ def skinny_product(
     """
     assert len(x) <= (MAX_GATED_ROWS if gated else MAX_ROWS)
     launch_product(
-        _product_kernel,
+        product_kernel,
         out,
-        (x, weight),
+        (x, x, weight, weight),
         sizes=(*x.shape, weight.shape[0]),
         tuning=tuning,
         gated=gated,
         overlapped=overlapped,
         STEP=tuning.inner,
+        SCALED=False,
+        IS_WHOLE=False,
     )
 
 
@@ -162,10 +164,12 @@ def fitting_parts(most: int, inner: int, step: int) -> int:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _product_kernel(
+def product_kernel(
     out,
     x,
+    x_scale,
     weight,
+    weight_scale,
     rows,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -173,25 +177,42 @@ def _product_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    """With SCALED both sides have a scale per row, which meet the sums at the end; IS_WHOLE: both are int8."""
+    SUM: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, STEP)
     weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
     x_at = x + row[:, None] * INNER + inner[None, :]
-    acc = tl.zeros([TILE, ROWS], tl.float32)
-    up = tl.zeros([TILE, ROWS], tl.float32)
+    if SCALED:
+        scale = tl.load(weight_scale + column)
+        up_scale = tl.load(weight_scale + COLUMNS + column) if GATED else scale
+    acc = tl.zeros([TILE, ROWS], SUM)
+    up = tl.zeros([TILE, ROWS], SUM)
     PART: tl.constexpr = INNER // PARTS
     wait_and_announce(OVERLAPPED)
     for start in range(part * PART, (part + 1) * PART, STEP):
         w = tl.load(weight_at + start)
         xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
-        acc = tl.dot(w, tl.trans(xs), acc)
+        acc = tl.dot(w, tl.trans(xs), acc, out_dtype=SUM)
         if GATED:
-            up = tl.dot(tl.load(weight_at + COLUMNS * INNER + start), tl.trans(xs), up)
+            up = tl.dot(tl.load(weight_at + COLUMNS * INNER + start), tl.trans(xs), up, out_dtype=SUM)
+    if SCALED:
+        of_row = tl.load(x_scale + row, mask=row < rows, other=0.0)
+        acc = acc.to(tl.float32) * scale[:, None] * of_row[None, :]
+        up = up.to(tl.float32) * up_scale[:, None] * of_row[None, :]
+    store_product(out, acc, up, part, rows, row, column, COLUMNS, GATED)
+
+
+@triton.jit
+def store_product(out, acc, up, part, rows, row, column, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """A tile [columns, rows] of a part; with GATED, of silu(acc) * up."""
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]

@@ -133,21 +133,18 @@ def head_tensors(spec: HeadSpec) -> Iterator[tuple[str, Shape]]:
 def new_head(kind: str, target: ModelSpec, draft_vocab: int, num_heads: int) -> HeadSpec:
     """A head for a model, with a layer of the model's own sizes."""
     if kind == "medusa":
-        return HeadSpec(
-            kind=kind,
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            draft_vocab_size=draft_vocab,
-            num_heads=num_heads,
-        )
-    config = _layer_config(target)
+        return _spec(kind, target, draft_vocab, num_heads=num_heads)
+    layer = spec_from_config(_layer_config(target), "the head")
+    return _spec(kind, target, draft_vocab, layer=layer, taps=usual_taps(target.num_layers))
+
+
+def _spec(kind: str, target: ModelSpec, draft_vocab: int, **parts: Any) -> HeadSpec:
     return HeadSpec(
         kind=kind,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab,
-        layer=spec_from_config(config, "the head"),
-        taps=usual_taps(target.num_layers),
+        **parts,
     )
 
 
@@ -186,13 +183,8 @@ def _published(name: str) -> str:
 def _head_spec(kind: str, fields: Fields, config: Mapping[str, object], target: ModelSpec) -> HeadSpec:
     draft_vocab = fields.integer("draft_vocab_size", target.vocab_size, maximum=target.vocab_size)
     if kind == "medusa":
-        return HeadSpec(
-            kind=kind,
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            draft_vocab_size=draft_vocab,
-            num_heads=fields.integer("medusa_num_heads", maximum=64),
-        )
+        num_heads = fields.integer("medusa_num_heads", maximum=64)
+        return _spec(kind, target, draft_vocab, num_heads=num_heads)
     plain = {**config, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     layer = spec_from_config(plain, fields.where)
     nested = fields.group("eagle_config")
@@ -206,14 +198,7 @@ def _head_spec(kind: str, fields: Fields, config: Mapping[str, object], target: 
         fields.refuse(
             "eagle_aux_hidden_state_layer_ids", f"must be {NUM_TAPS} layers of 0 to {target.num_layers}"
         )
-    return HeadSpec(
-        kind=kind,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        draft_vocab_size=draft_vocab,
-        layer=layer,
-        taps=chosen,
-    )
+    return _spec(kind, target, draft_vocab, layer=layer, taps=chosen)
 
 
 def _ids(offsets: NDArray[np.int64], spec: HeadSpec, path: Path) -> NDArray[np.int64]:

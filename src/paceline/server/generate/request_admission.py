@@ -16,7 +16,7 @@ from paceline.server.errors import ConcurrencyExceeded, TooBusy
 
 
 @dataclass(slots=True, kw_only=True)
-class Capacity:
+class ServerCapacity:
     """How much there is. Written again when an engine turns out to be of another size."""
 
     places: int  # requests running and waiting, a branch each
@@ -37,7 +37,7 @@ class Permit:
         "tokens",
     )
 
-    def __init__(self, admission: Admission, caller: Caller, places: int, tokens: int) -> None:
+    def __init__(self, admission: RequestAdmission, caller: Caller, places: int, tokens: int) -> None:
         self._admission = admission
         self._tenant = caller.tenant
         self.is_batch = bool(caller.batch_id)
@@ -73,12 +73,12 @@ class Permit:
             self._admission.give_back_places(self, self._tenant)
 
 
-class Admission:
+class RequestAdmission:
     """Counts what is under way against what there is."""
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: ServerCapacity,
         next_place_s: Callable[[], float | None] = lambda: None,
         by_tenant: dict[str, int] | None = None,
     ) -> None:

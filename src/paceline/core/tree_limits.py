@@ -37,7 +37,7 @@ class TreeLimits:
             )
 
 
-class Tree:
+class RequestTree:
     """The live branches of a tree, and what they have used."""
 
     __slots__ = ("is_scored", "limits", "members", "num_rows", "num_spent")

@@ -127,7 +127,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
-class RequestMetrics:
+class RequestFamilies:
     """Counters and histograms of generations; an observer of them. `times` are those the operator wants kept."""
 
     def __init__(self, times: Times = NO_TIMES) -> None:

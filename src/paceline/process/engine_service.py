@@ -20,7 +20,7 @@ from functools import partial
 
 from paceline.core.plan import Runner
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
-from paceline.engine.conductor import Conductor, Order
+from paceline.engine.conductor import Conductor, SleepOrder
 from paceline.engine.slab_trade import SlabTrade
 from paceline.errors import SleepRefused
 from paceline.factory import LoadedModel
@@ -170,7 +170,7 @@ class EngineService:
             seats = enumerate(self._conductor.seats)
             sleepers = [index for index, seat in seats if seat.standing is Standing.ASLEEP]
             for index in sleepers:
-                self._put_to_sleep(Order(index, self._conductor.seats[index].level))
+                self._put_to_sleep(SleepOrder(index, self._conductor.seats[index].level))
             if self._trade is not None:
                 for leaving in self._leaving.values():
                     leaving.join()
@@ -287,7 +287,7 @@ class EngineService:
                 self._check_sleep(number, asked)
                 if asked.aborts:
                     model.abort_all()
-                self._put_to_sleep(Order(number, asked.level))
+                self._put_to_sleep(SleepOrder(number, asked.level))
         except SleepRefused as error:
             rejected = rejected_with(error)
         model.answer(frames.Rested(asked.question, seat.standing, rejected))
@@ -323,7 +323,7 @@ class EngineService:
             else:
                 self._begin_to_wake(order.model)
 
-    def _put_to_sleep(self, order: Order) -> None:
+    def _put_to_sleep(self, order: SleepOrder) -> None:
         model = self._models[order.model]
         assert model.sleeper is not None
         if not model.engine.is_asleep:

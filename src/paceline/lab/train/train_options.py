@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config.engine import HEAD_KINDS
 from paceline.config.options import CheckedOptions, option
+from paceline.config.speculative import HEAD_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

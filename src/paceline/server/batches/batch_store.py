@@ -23,8 +23,8 @@ from typing import BinaryIO, TypeVar
 
 from paceline.core.lock_file import take_lock
 from paceline.errors import ConfigError, PacelineError
+from paceline.server.batches.batch_records import LineResult, StoredFile
 from paceline.server.batches.database import Database, WrongVersion
-from paceline.server.batches.records import LineResult, StoredFile
 from paceline.server.logs import log
 
 # The folder that holds files and batches: one server at a time, and no file that is only half there.
