@@ -71,11 +71,11 @@ class Level:
         given = blocks.tolist()
         entered = self.cache.add(given, keys)
         if len(entered) < len(given):
-            uses_of = dict(zip(given, uses, strict=True))
-            uses = [uses_of[block] for block in entered]
+            known = dict(zip(given, zip(keys, uses, strict=True), strict=True))
+            keys, uses = [known[block][0] for block in entered], [known[block][1] for block in entered]
         if entered:
             self.pool.cached[entered] = True
-            self.pool.evictable.entered(entered, self.cache.names(entered), uses)
+            self.pool.evictable.entered(entered, [key.key for key in keys], uses)
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
         """Places hold what an earlier run has left in them. Without places: what is not known yet takes those that are

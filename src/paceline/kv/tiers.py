@@ -7,6 +7,7 @@ is a ticket (`kv/swap.py`). Reads no clock and copies nothing. Decision: docs/de
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -48,15 +49,22 @@ class Budget:
         self._left = self.most or 0.0
         self._last_us = 0
 
-    def take(self, count: int, now_us: int, slower: int = 1, *, all_or_none: bool = False) -> int:
-        """As many of `count` as may move now; or none, where not all may."""
+    def left(self, now_us: int, slower: int = 1) -> int:
+        """Blocks that may move now."""
         if not self.most:
-            return count if self.most is None else 0
+            return sys.maxsize if self.most is None else 0
         gained = (now_us - self._last_us) / (MICROSECONDS * self.block_s * slower)
         self._left, self._last_us = min(self.most, self._left + gained), now_us
-        taken = min(count, int(self._left))
-        taken = 0 if all_or_none and taken < count else taken
-        self._left -= taken
+        return int(self._left)
+
+    def spend(self, count: int) -> None:
+        """So many of those that may move do."""
+        self._left -= count
+
+    def take(self, count: int, now_us: int, slower: int = 1) -> int:
+        """As many of `count` as may move now."""
+        taken = min(count, self.left(now_us, slower))
+        self.spend(taken)
         return taken
 
 
@@ -236,10 +244,10 @@ class Tiers:
         if short <= 0:
             return
         blocks, keys, uses = upper.give_up(short)
-        lacking = lower.cache.lacking(keys)
         if above:
-            lacking = self._worth_writing(group, keys, lacking)[: lower.num_free]
+            lacking = self._worth_writing(group, keys)[: lower.num_free]
         else:
+            lacking = lower.cache.lacking(keys)
             most = self.budgets[above].take(min(len(lacking), lower.num_free), kv.block_time.now_us, slower)
             if most < len(lacking):  # those used most; of a prompt, its beginning
                 at = np.array(lacking)
@@ -258,27 +266,31 @@ class Tiers:
             places = lower.take(len(keys[part]))
             self._move(above, group, blocks[part], places, keys[part], uses[part], incoming=False)
 
-    def _worth_writing(self, group: int, keys: Sequence[BlockKey], lacking: Sequence[int]) -> list[int]:
+    def _worth_writing(self, group: int, keys: Sequence[BlockKey]) -> list[int]:
         """Of blocks that leave the host, those that go to the disk: with all that stands before them, or not at all.
 
         A prompt leaves from its end, and what is behind a gap is never hit. So the end is written only if the budget
         has the whole of it, down to what the disk or the device holds; that is taken from it at once. Where it has
-        less, the end is dropped, until the beginning fits.
+        less, the end is dropped, until the beginning fits. Where it has nothing, nothing is looked up.
         """
-        owed, budget, now_us = self._owed[group], self.budgets[DISK - 1], self._kv.block_time.now_us
-        leaving = {key.key: key for key in keys}
+        owed, budget, disk = self._owed[group], self.budgets[DISK - 1], self._kv.levels[DISK][group].cache
+        left = affordable = budget.left(self._kv.block_time.now_us)
+        leaving = {key.key: key for key in keys} if left else {}
         chosen = []
-        for at in lacking:
-            key = keys[at]
+        for at, key in enumerate(keys):
+            if (not left and key.key not in owed) or disk.find(key) is not None:
+                continue
             known = owed.pop(key.key) if key.key in owed else Owed(self._behind(group, key, leaving), False)
             count, is_paid = known
             if not count:
                 continue
-            if is_paid or budget.take(count, now_us, all_or_none=True):
+            if is_paid or count <= left:
+                left -= 0 if is_paid else count
                 is_paid = True
                 chosen.append(at)
             if count > 1 and (is_paid or key.parent not in owed):
                 owed[key.parent] = Owed(count - 1, is_paid)
+        budget.spend(affordable - left)
         while len(owed) > self._kv.levels[HOST][group].num_places:  # of prompts that were hit on their way
             del owed[next(iter(owed))]
         return chosen

@@ -18,6 +18,7 @@ from paceline.scheduler.state import SchedulerState
 FIRST = (
     8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
 )
+FEW = 64  # waiting requests of which each is looked at in less time than their order takes
 HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
 # A load may take this many times as long as computing, which keeps others waiting; a copy leaves them the device.
 FREES_DEVICE = 1.25
@@ -37,6 +38,11 @@ class Load(NamedTuple):
     def is_sooner(self) -> bool:
         """Whether to load is, or nearly so. Each is behind its queue: what the link has to do first is in `load_s`."""
         return self.load_s < FREES_DEVICE * self.compute_s + self.busy_s
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        """Whether it should be here before computing would be done. Until then a request waits for it, no longer."""
+        return self.load_s < self.patience_s
 
     @property
     def patience_s(self) -> float:
@@ -88,7 +94,7 @@ class Loading:
             count = below.num_host + below.num_coming
             left_s = max(0.0, below.due_s - state.now_s)
             load = self._load(request, Rule.LOADING, start, count * size, left_s + self._host_s(count))
-            if load.is_sooner and self._may_wait(request, load):
+            if load.is_worth_waiting and self._may_wait(request, load):
                 return load
         if not below.num_host:
             return None
@@ -140,6 +146,8 @@ class Loading:
         if not self.tiers.has_disk or queue == self._queue or not self._may_fetch():
             return
         self._queue = queue
+        if len(state.queue) <= FEW and not any(map(self._may_find, state.queue)):
+            return
         ahead = 0
         for request in state.waiting_in_order(FIRST):
             if request.id not in self._asked:
@@ -147,6 +155,13 @@ class Loading:
                 self._asked.add(request.id)
                 self._fetch(request, ahead)
             ahead += request.num_tokens
+
+    def _may_find(self, request: Request) -> bool:
+        """Whether the disk was not looked at for a request of which some level holds the beginning."""
+        if request.id in self._asked or not request.keys:
+            return False
+        first = request.keys[0]
+        return first.key in self._state.kv.groups[0].cache or self.tiers.has(first)
 
     def _may_fetch(self) -> bool:
         host = self._state.kv.levels[HOST][0]

@@ -198,6 +198,17 @@ def test_it_waits_no_longer_than_computing_takes_and_what_comes_late_is_cached()
     assert len(host.find(bench.hooks_keys(prompt(17))[:4])) == 4
 
 
+@pytest.mark.parametrize(("step_s", "waits"), [(0.15, True), (0.17, False)])
+def test_it_does_not_wait_for_what_should_be_later_than_computing(step_s: float, waits: bool) -> None:
+    bench = on_disk(step_s=step_s)  # computing takes 160 ms; a load may take 1.25 times that, once it is on the host
+    bench.clock.advance(1.0)  # the disk has written all
+    again = bench.add(prompt(17), 2)
+    bench.run()
+    assert any(len(seen.plan.fetch.disk) for seen in bench.seen)
+    assert bench.reasons(DecisionKind.LOAD, again) == ([Rule.LOADING, Rule.LOADS] if waits else [])
+    assert num_cached(bench, again) == (16 if waits else 0)
+
+
 def test_a_slow_disk_is_not_asked() -> None:
     bench = on_disk(disk_block_s=1.0)
     again = bench.add(prompt(17), 2)

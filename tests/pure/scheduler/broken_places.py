@@ -177,6 +177,14 @@ def a_request_waits_for_the_disk_for_ever(planned: PlannedState) -> None:
     admission.loading.patience[number] = planned.state.now_s, load
 
 
+@breaks("no_request_waits_for_a_level_too_long", loading)
+def a_request_waits_for_what_comes_later_than_computing_would(planned: PlannedState) -> None:
+    admission, number = planned.bench.scheduler.composer.admission, next(iter(planned.state.requests))
+    admission.loading.waiting.append(number)
+    load = Load(Rule.LOADING, 4, load_s=1.1e-3, compute_s=1e-3, busy_s=0.0)
+    admission.loading.patience[number] = planned.state.now_s, load
+
+
 @breaks("few_evicted_keys_are_remembered", shared_out)
 def an_order_remembers_more_than_it_may(planned: PlannedState) -> None:
     order = planned.pool.evictable

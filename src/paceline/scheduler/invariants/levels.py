@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.core.events import Rule
 from paceline.kv.reuse import REMEMBERED_TIMES
 from paceline.kv.swap import Ticket
 from paceline.kv.tiers import DISK
@@ -87,7 +88,8 @@ def nothing_is_hit_before_it_is_there(context: CheckContext) -> str | None:
 
 @invariant("T4", moment=PLANNED)
 def no_request_waits_for_a_level_too_long(context: CheckContext) -> str | None:
-    """A request waits for copies at most as long as computing its prompt would take, behind those of others."""
+    """A request waits for copies at most as long as computing its prompt would take, behind those of others; for the
+    disk only where it should be the sooner."""
     scheduler = context.scheduler
     loading, state = scheduler.composer.admission.loading, scheduler.state
     for number in loading.waiting:
@@ -95,6 +97,8 @@ def no_request_waits_for_a_level_too_long(context: CheckContext) -> str | None:
         most_s = loading.compute_s(0, state.requests[number].num_tokens) + load.busy_s
         if load.patience_s > most_s + SLACK_S or state.now_s >= since_s + load.patience_s:
             return f"request {number} waits for copies since {since_s}, for {load.patience_s} s, at {state.now_s}"
+        if load.rule is Rule.LOADING and not load.is_worth_waiting:
+            return f"request {number} waits {load.load_s} s for the disk, computing takes {load.patience_s} s"
     return None
 
 
