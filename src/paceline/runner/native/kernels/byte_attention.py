@@ -8,13 +8,12 @@ of the weights.
 from __future__ import annotations
 
 from paceline.runner.native.kernels.attention import attend, block_at, softmax
+from paceline.runner.native.kernels.dots import add_counts, dots, start_counts
 from paceline.runner.native.kernels.emit import apart, kernel
 from paceline.runner.native.kernels.rowwise import TOP, ZERO, quantise_row
 from paceline.runner.native.kernels.scalars import get_int, put_float
 from paceline.runner.native.kernels.simd import (
     absolute,
-    add_counts,
-    dots,
     fma_rows,
     largest,
     load_bytes,
@@ -25,7 +24,6 @@ from paceline.runner.native.kernels.simd import (
     mul,
     round_even,
     splat,
-    start_counts,
     store_floats,
     store_quads,
     store_rows,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.runner.native.kernels.emit import PARTS, apart, kernel
-from paceline.runner.native.kernels.simd import (
+from paceline.runner.native.kernels.dots import (
     ALL,
     FIRST,
     NIBBLES,
@@ -17,6 +16,9 @@ from paceline.runner.native.kernels.simd import (
     SIGNED,
     UNPACKED,
     add_group,
+)
+from paceline.runner.native.kernels.emit import PARTS, apart, kernel
+from paceline.runner.native.kernels.simd import (
     fma_quads,
     high_nibbles,
     load_brains,

@@ -1,7 +1,7 @@
 """Operations on vectors of sixteen 32-bit lanes and on bundles of a few of them, for functions that numba compiles.
 
 A bundle is a tuple of vectors, one for each of up to four rows; an operation on a bundle goes register by register over
-all rows, which is the order in which the fewest registers are alive. Every operation is written once; only `dots`
+all rows, which is the order in which the fewest registers are alive. Every operation is written once; only `dots.py`
 knows processors. There is no fast-math and every fused product is explicit, so that equal inputs give equal bits
 on every processor.
 
@@ -47,7 +47,6 @@ from paceline.runner.native.kernels.emit import (
     vector_of,
     widened,
 )
-from paceline.runner.native.layout import INPUT_SCALES
 
 _SIXTEEN = ir.VectorType(F32, LANES)
 
@@ -355,11 +354,11 @@ def sum_of_ints(b, x):
 # -- bundles -------------------------------------------------------------------------------------------------
 
 
-def _rows(b: Any, bundle: Any, count: int) -> list[list[Any]]:
+def rows_of(b: Any, bundle: Any, count: int) -> list[list[Any]]:
     return [registers_of(b, b.extract_value(bundle, row)) for row in range(count)]
 
 
-def _bundle(context: Any, b: Any, kind: Any, rows: list[list[Any]]) -> Any:
+def bundle_of(context: Any, b: Any, kind: Any, rows: list[list[Any]]) -> Any:
     return context.make_tuple(b, kind, [vector_of(b, kind.dtype, row) for row in rows])
 
 
@@ -373,7 +372,7 @@ def zeros(typing, rows):
     kind = types.UniTuple(floats, rows.literal_value)
 
     def generate(context, b, signature, values):
-        return _bundle(context, b, kind, [[constant(FLOATS, 0.0) for _ in PARTS]] * kind.count)
+        return bundle_of(context, b, kind, [[constant(FLOATS, 0.0) for _ in PARTS]] * kind.count)
 
     return kind(rows), generate
 
@@ -383,14 +382,14 @@ def fma_rows(typing, sums, vector, at, step):
     """sums[row] += vector * the number at `at + row * step`."""
 
     def generate(context, b, signature, values):
-        rows, parts = _rows(b, values[0], sums.count), registers_of(b, values[1])
+        rows, parts = rows_of(b, values[0], sums.count), registers_of(b, values[1])
         factors = [
             broadcast(b, load_at(b, _stride(b, values[2], values[3], row), F32)) for row in range(sums.count)
         ]
         for part in PARTS:
             for row in range(sums.count):
                 rows[row][part] = fused(b, parts[part], factors[row], rows[row][part])
-        return _bundle(context, b, sums, rows)
+        return bundle_of(context, b, sums, rows)
 
     return sums(sums, floats, address, address), generate
 
@@ -403,7 +402,7 @@ def fma_quads(typing, sums, first, second, third, fourth, at, step):
     """
 
     def generate(context, b, signature, values):
-        rows = _rows(b, values[0], sums.count)
+        rows = rows_of(b, values[0], sums.count)
         starts = [_stride(b, values[5], values[6], row) for row in range(sums.count)]
         if ISA.name == "neon":
             quads = [load_at(b, start, FLOATS) for start in starts]
@@ -415,7 +414,7 @@ def fma_quads(typing, sums, first, second, third, fourth, at, step):
             for part, register in enumerate(registers_of(b, vector)):
                 for row, factor in zip(rows, factors, strict=True):
                     row[part] = fused(b, register, factor, row[part])
-        return _bundle(context, b, sums, rows)
+        return bundle_of(context, b, sums, rows)
 
     return sums(sums, floats, floats, floats, floats, address, address), generate
 
@@ -427,7 +426,7 @@ def load_rows(typing, like, at, step):
         for row in range(like.count):
             start = _stride(b, values[1], values[2], row)
             rows.append([load_at(b, start, FLOATS, 4 * WIDTH * part) for part in PARTS])
-        return _bundle(context, b, like, rows)
+        return bundle_of(context, b, like, rows)
 
     return like(like, address, address), generate
 
@@ -435,193 +434,10 @@ def load_rows(typing, like, at, step):
 @intrinsic
 def store_rows(typing, sums, at, step):
     def generate(context, b, signature, values):
-        for row, parts in enumerate(_rows(b, values[0], sums.count)):
+        for row, parts in enumerate(rows_of(b, values[0], sums.count)):
             start = _stride(b, values[1], values[2], row)
             for part in PARTS:
                 store_at(b, parts[part], start, 4 * WIDTH * part)
         return context.get_dummy_value()
 
     return types.void(sums, address, address), generate
-
-
-@intrinsic(prefer_literal=True)
-def dots(typing, counts, weights, at, signed):
-    """counts[row][column] += the sum over i < 4 of weights[4 * column + i] * inputs[4 * row + i], all of them bytes.
-
-    The inputs at `at` are four of each row, four rows abreast. `signed`: weights are -128 to 127, else 0 to 15.
-    """
-
-    def generate(context, b, signature, values):
-        rows, parts = _rows(b, values[0], counts.count), registers_of(b, values[1])
-        _dot(b, rows, dict(enumerate(parts)), values[2], 0, signed.literal_value)
-        return _bundle(context, b, counts, rows)
-
-    return counts(counts, octets, address, signed), generate
-
-
-def _dot(b: Any, rows: list[list[Any]], weights: dict[int, Any], at: Any, offset: int, signed: bool) -> None:
-    """Add to some parts of `rows`, those that `weights` has, in place."""
-    if ISA.name == "neon":  # one load for all rows; the product then takes a row's lane
-        quads = load_at(b, at, ir.VectorType(I32, 4), offset)
-        inputs = [b.bitcast(pick_lanes(b, quads, [row] * 4), BYTES) for row in range(len(rows))]
-    else:
-        inputs = [
-            b.bitcast(broadcast(b, load_at(b, at, I32, offset + 4 * row)), BYTES) for row in range(len(rows))
-        ]
-    dot = (_SIGNED_DOTS if signed else _DOTS)[ISA.name]
-    for part, weight in weights.items():
-        for row, given in zip(rows, inputs, strict=True):
-            row[part] = dot(b, row[part], weight, given)
-
-
-def _neon_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", INTS, sums, weights, inputs)
-
-
-def _vnni_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}", INTS, sums, weights, inputs)
-
-
-def _vnni_signed_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    """The instruction takes unsigned weights: moved up by 128 here, which `start_counts` has taken off."""
-    return _vnni_dot(b, sums, b.xor(weights, constant(BYTES, -128)), inputs)
-
-
-def _avx2_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), weights, inputs)
-    ones = constant(ir.VectorType(I16, 16), 1)
-    return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", INTS, pairs, ones))
-
-
-def _avx2_signed_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    """Weights without their sign, inputs with it: a pair of products then fits sixteen bits."""
-    size = b.select(b.icmp_signed("<", weights, constant(BYTES, 0)), b.neg(weights), weights)
-    return _avx2_dot(b, sums, size, call(b, "llvm.x86.avx2.psign.b", BYTES, inputs, weights))
-
-
-def _plain_dot(b: Any, sums: Any, weights: Any, inputs: Any) -> Any:
-    wide = ir.VectorType(I32, 4 * WIDTH)
-    products = b.mul(b.sext(weights, wide), b.sext(inputs, wide))
-    for index in range(4):
-        sums = b.add(sums, pick_lanes(b, products, list(range(index, 4 * WIDTH, 4))))
-    return sums
-
-
-_DOTS = {
-    "neon": _neon_dot,
-    "plain": _plain_dot,
-    "avx512": _vnni_dot,
-    "avxvnni": _vnni_dot,
-    "avx2": _avx2_dot,
-}
-_SIGNED_DOTS = _DOTS | {"avx512": _vnni_signed_dot, "avxvnni": _vnni_signed_dot, "avx2": _avx2_signed_dot}
-
-
-# Turning integers into floats takes NEON twice as long as other operations. There counts begin at the bits of a float
-# whose last bit is worth 1: what is added to the bits is added to the float, as long as it is less than 2**22, and what
-# is left when the float is taken off again is exact.
-_IS_FLOAT_START = ISA.name == "neon"
-_FLOAT_START, _FLOAT_START_BITS = 3 << 22, 0x4B400000
-
-
-def _counted(b: Any, counts: Any) -> Any:
-    """What `dots` counted, as floats."""
-    if _IS_FLOAT_START:
-        return b.fsub(b.bitcast(counts, FLOATS), constant(FLOATS, float(_FLOAT_START)))
-    return b.sitofp(counts, FLOATS)
-
-
-@intrinsic(prefer_literal=True)
-def start_counts(typing, like, inputs, signed):
-    """Integers for as many rows: what `dots` counts from in a group whose input scales stand at `inputs`."""
-    kind = types.UniTuple(ints, like.count)
-
-    def generate(context, b, signature, values):
-        return _bundle(context, b, kind, _starts(b, like.count, values[1], signed.literal_value))
-
-    return kind(like, address, signed), generate
-
-
-def _starts(b: Any, rows: int, inputs: Any, signed: bool) -> list[list[Any]]:
-    if signed and _SIGNED_DOTS[ISA.name] is _vnni_signed_dot:
-        starts = [broadcast(b, load_at(b, inputs, I32, INPUT_SCALES * row + 8)) for row in range(rows)]
-    else:
-        starts = [constant(INTS, _FLOAT_START_BITS if _IS_FLOAT_START else 0)] * rows
-    return [[start] * len(PARTS) for start in starts]
-
-
-# How the weights of a group stand in memory: nibbles with halves as scales, the same unpacked to bytes with floats, and
-# bytes with signs and halves.
-NIBBLES, UNPACKED, SIGNED = range(3)
-_WEIGHT_BYTES = {NIBBLES: 256, UNPACKED: 512, SIGNED: 512}
-# Columns of a group: all, or a half of the registers.
-ALL, FIRST, SECOND = range(3)
-_CHOSEN = {ALL: PARTS, FIRST: PARTS[: len(PARTS) // 2], SECOND: PARTS[len(PARTS) // 2 :]}
-
-
-@intrinsic(prefer_literal=True)
-def add_group(typing, sums, weights, inputs, scales, form, columns):
-    """sums[row][column] += the product with a group of 32 inputs, whose scales stand at `scales`.
-
-    For each column: counts * scale * input scale, then offset * input sum. Behind the weights stand 16 scales and 16
-    offsets of columns.
-    """
-
-    def generate(context, b, signature, values):
-        rows = _rows(b, values[0], sums.count)
-        _add_columns(b, rows, _CHOSEN[columns.literal_value], values[1:4], form.literal_value)
-        return _bundle(context, b, sums, rows)
-
-    return sums(sums, address, address, address, form, columns), generate
-
-
-def _add_columns(b: Any, rows: list[list[Any]], parts: range, at: Any, form: int) -> None:
-    """`add_group` for the columns of some registers."""
-    weights, inputs, scales = at
-    counts = _starts(b, len(rows), scales, form == SIGNED)
-
-    def load(quad: int) -> dict[int, Any]:
-        return {part: load_at(b, weights, BYTES, 64 * quad + 4 * WIDTH * part) for part in parts}
-
-    if form == NIBBLES:
-        for quad in range(4):
-            both = load(quad)
-            low = {part: b.and_(weight, constant(BYTES, 15)) for part, weight in both.items()}
-            high = {part: b.lshr(weight, constant(BYTES, 4)) for part, weight in both.items()}
-            _dot(b, counts, low, inputs, 16 * quad, False)
-            _dot(b, counts, high, inputs, 64 + 16 * quad, False)
-    else:
-        for quad in range(8):
-            _dot(b, counts, load(quad), inputs, 16 * quad, form == SIGNED)
-
-    def column(lane: int) -> Any:
-        if form == UNPACKED:
-            return load_at(b, weights, FLOATS, _WEIGHT_BYTES[form] + 4 * lane)
-        return widened(b, load_at(b, weights, ir.VectorType(I16, WIDTH), _WEIGHT_BYTES[form] + 2 * lane))
-
-    of_inputs, totals = (
-        [broadcast(b, load_at(b, scales, F32, INPUT_SCALES * row + more)) for row in range(len(rows))]
-        for more in (0, 4)
-    )
-    for part in parts:
-        scale, offset = column(WIDTH * part), column(LANES + WIDTH * part)
-        for row, count, of_input, total in zip(rows, counts, of_inputs, totals, strict=True):
-            row[part] = fused(b, b.fmul(_counted(b, count[part]), scale), of_input, row[part])
-            row[part] = fused(b, offset, total, row[part])
-
-
-@intrinsic
-def add_counts(typing, sums, counts, columns, inputs):
-    """sums[row][column] += counts * the column's scale * input scale, in this order; 16 scales at `columns`, floats."""
-
-    def generate(context, b, signature, values):
-        rows, found = _rows(b, values[0], sums.count), _rows(b, values[1], sums.count)
-        scales = [broadcast(b, load_at(b, values[3], F32, INPUT_SCALES * row)) for row in range(sums.count)]
-        for part in PARTS:
-            scale = load_at(b, values[2], FLOATS, 4 * WIDTH * part)
-            for row in range(sums.count):
-                product = b.fmul(_counted(b, found[row][part]), scale)
-                rows[row][part] = fused(b, product, scales[row], rows[row][part])
-        return _bundle(context, b, sums, rows)
-
-    return sums(sums, counts, address, address), generate
