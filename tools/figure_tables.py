@@ -442,6 +442,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "latency-short": latency_short,
     "cpu": cpu,
     "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
+    "cpu-xeon": lambda: cpu("peers_cpu_xeon"),
+    "cpu-q4-0-xeon": lambda: cpu("peers_cpu_q4_0_xeon"),
     "cpu-short": cpu_short,
     "drafts": drafts,
     "drafts-h200": drafts_h200,
