@@ -220,6 +220,10 @@ class Loading:
 
     def _forget_ended(self) -> None:
         requests = self._state.requests
-        if len(self._asked) > 4 * len(requests) + 1024:
+        most = 4 * len(requests) + 1024
+        if len(self._asked) > most:
             self._asked &= requests.keys()
+        if (
+            len(self.patience) > most
+        ):  # without a disk none is asked for, and requests wait for room all the same
             self.patience = {number: kept for number, kept in self.patience.items() if number in requests}
