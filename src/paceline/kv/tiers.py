@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -275,12 +275,13 @@ class Tiers:
         """
         owed, budget, disk = self._owed[group], self.budgets[DISK - 1], self._kv.levels[DISK][group].cache
         left = affordable = budget.left(self._kv.block_time.now_us)
-        leaving = {key.key: key for key in keys} if left else {}
         chosen = []
         for at, key in enumerate(keys):
+            if not left and not owed:
+                break
             if (not left and key.key not in owed) or disk.find(key) is not None:
                 continue
-            known = owed.pop(key.key) if key.key in owed else Owed(self._behind(group, key, leaving), False)
+            known = owed.pop(key.key) if key.key in owed else Owed(self._behind(group, keys, at), False)
             count, is_paid = known
             if not count:
                 continue
@@ -295,16 +296,20 @@ class Tiers:
             del owed[next(iter(owed))]
         return chosen
 
-    def _behind(self, group: int, key: BlockKey, leaving: Mapping[bytes, BlockKey]) -> int:
+    def _behind(self, group: int, leaving: Sequence[BlockKey], at: int) -> int:
         """How many blocks, this one included, stand behind what disk or device hold of a prompt; 0: behind a gap."""
         device, host, disk = (self._kv.levels[level][group].cache for level in (0, HOST, DISK))
-        count = 1
+        key, count = leaving[at], 1
         while key.parent and disk.named(key.parent) is None and device.named(key.parent) is None:
             paid = self._owed[group].get(key.parent)
             if paid is not None and paid.is_paid:
                 break
+            if at + 1 < len(leaving) and leaving[at + 1].key == key.parent:  # a prompt leaves from its end
+                key, at, count = leaving[at + 1], at + 1, count + 1
+                continue
             place = host.named(key.parent)
-            parent = leaving.get(key.parent) if place is None else host.entries()[place]
+            others = (other for other in leaving if other.key == key.parent)
+            parent = next(others, None) if place is None else host.entries()[place]
             if parent is None:
                 return count if self._is_written(key.parent) else 0
             key, count = parent, count + 1

@@ -146,7 +146,7 @@ class Loading:
         if not self.tiers.has_disk or queue == self._queue or not self._may_fetch():
             return
         self._queue = queue
-        if len(state.queue) <= FEW and not any(map(self._may_find, state.queue)):
+        if len(state.queue) <= FEW and not self._may_find():
             return
         ahead = 0
         for request in state.waiting_in_order(FIRST):
@@ -156,12 +156,19 @@ class Loading:
                 self._fetch(request, ahead)
             ahead += request.num_tokens
 
-    def _may_find(self, request: Request) -> bool:
-        """Whether the disk was not looked at for a request of which some level holds the beginning."""
-        if request.id in self._asked or not request.keys:
-            return False
-        first = request.keys[0]
-        return first.key in self._state.kv.groups[0].cache or self.tiers.has(first)
+    def _may_find(self) -> bool:
+        """Whether any level holds the beginning of a waiting request for which the disk was not looked at. The others
+        are not looked at again."""
+        device, asked, found = self._state.kv.groups[0].cache, self._asked, False
+        for request in self._state.queue:
+            if request.id not in asked:
+                first = request.keys[0] if request.keys else None
+                if first is not None and (first.key in device or self.tiers.has(first)):
+                    found = True
+                else:
+                    asked.add(request.id)
+        self._forget_ended()
+        return found
 
     def _may_fetch(self) -> bool:
         host = self._state.kv.levels[HOST][0]
@@ -213,6 +220,10 @@ class Loading:
 
     def _forget_ended(self) -> None:
         requests = self._state.requests
-        if len(self._asked) > 4 * len(requests) + 1024:
+        most = 4 * len(requests) + 1024
+        if len(self._asked) > most:
             self._asked &= requests.keys()
+        if (
+            len(self.patience) > most
+        ):  # without a disk none is asked for, and requests wait for room all the same
             self.patience = {number: kept for number, kept in self.patience.items() if number in requests}

@@ -16,6 +16,7 @@ from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import SALT, RequestId, RequestState
 from paceline.errors import ConfigError
 from paceline.kv.tiers import BURST_S, DISK, HOST
+from paceline.scheduler.loading import Load
 from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, BreakingRunner, engine_config, prompt
 
@@ -200,7 +201,9 @@ def test_it_waits_no_longer_than_computing_takes_and_what_comes_late_is_cached()
 
 @pytest.mark.parametrize(("step_s", "waits"), [(0.15, True), (0.17, False)])
 def test_it_does_not_wait_for_what_should_be_later_than_computing(step_s: float, waits: bool) -> None:
-    bench = on_disk(step_s=step_s)  # computing takes 160 ms; a load may take 1.25 times that, once it is on the host
+    bench = on_disk(
+        step_s=step_s
+    )  # computing takes 160 ms; a load may take 1.25 times that, once it is on the host
     bench.clock.advance(1.0)  # the disk has written all
     again = bench.add(prompt(17), 2)
     bench.run()
@@ -331,6 +334,15 @@ def test_a_load_waits_for_room_rather_than_evict_what_the_host_lacks() -> None:
         bench.run()
     assert counters.cached_tokens - found > 0.95 * 48 * 16 and counters.found_tokens[HOST] > 0.9 * 48 * 16
     assert Rule.MAKING_ROOM in bench.reasons(DecisionKind.DEFER)
+
+
+def test_requests_that_waited_for_room_are_forgotten_without_a_disk_too() -> None:
+    bench = bench_of(levels())
+    loading = bench.scheduler.composer.admission.loading
+    load = Load(Rule.MAKING_ROOM, 4, load_s=1.0, compute_s=1.0, busy_s=0.0)
+    loading.patience = {RequestId(number): (0.0, load) for number in range(100, 3000)}
+    loading.waits(bench.request(bench.add(prompt(17), 2)), load)
+    assert len(loading.patience) == 1
 
 
 def test_nothing_is_evicted_before_it_was_copied_though_copies_are_two_steps_late() -> None:
