@@ -240,13 +240,14 @@ class Oracle:
 
 
 class Changing(FreeCores):
-    """Cores that others take and leave with every step."""
+    """Cores that others take and leave with every step; threads sleep at the meetings of every second one."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         super().__init__(MachineLoad(), max(counts))
         self._counts = cycle(counts)
 
     def refresh(self, tokens: int = 1) -> int:
+        self.count = 0 if self.count else self.most
         return next(self._counts)
 
 

@@ -24,7 +24,7 @@ from paceline.runner.native.layout import PHASES
 from paceline.runner.native.model import build_model
 from paceline.runner.native.step import TIMED_EVERY, NativeStep
 from paceline.runner.native.team import JOIN_S
-from tests.bits import Circumstances
+from tests.bits import Changing, Circumstances
 from tests.kernels import host_code
 from tests.model_folder import write_model
 from tests.native.random_steps import LONGEST, VOCAB, model, tiny
@@ -75,6 +75,21 @@ def test_time_in_phases_only_grows_and_is_the_time_in_steps(step: NativeStep) ->
     assert before.keys() == set(PHASES)
     assert 0 < sum(before.values()) <= work.threads * work.call_s
     assert work.call_s <= spent_s
+
+
+def test_threads_sleep_at_meetings_while_others_use_the_cores() -> None:
+    """The numbers are the same, and no thread is left asleep."""
+    alone = make(1)
+    step = NativeStep(model(KIND), CONFIG, host_code(), 8, Changing((8,)))
+    try:
+        expected, slept = compute(alone), []
+        for _ in range(200):
+            assert compute(step) == expected
+            slept.append(step.memory.parameters.get("sleeps"))
+        assert slept == [1, 0] * 100
+    finally:
+        step.close()
+        alone.close()
 
 
 @pytest.mark.parametrize("naps_s", [0.0, 0.3])

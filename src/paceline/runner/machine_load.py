@@ -138,6 +138,11 @@ class FreeCores:
                 self._roomy = 0
         return self.most if tokens >= MANY_TOKENS and not self.load.is_crowded else self.count
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others use a part of the cores that threads would have."""
+        return self.count < self.most
+
     def _bounded(self, cores: float) -> int:
         return min(max(math.floor(cores), 1), self.most)
 

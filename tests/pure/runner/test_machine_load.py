@@ -65,7 +65,10 @@ def test_a_look_comes_only_after_a_while() -> None:
 @pytest.mark.parametrize("cores, others, threads", [(2, 0.3, 2), (2, 0.7, 1), (2, 2.0, 1), (16, 4.2, 12)])
 def test_threads_are_given_up_at_once(cores: int, others: float, threads: int) -> None:
     machine = Machine(cores)
-    assert counts(machine, FreeCores(machine.load, cores), others, 1) == [threads]
+    free = FreeCores(machine.load, cores)
+    assert not free.is_shared
+    assert counts(machine, free, others, 1) == [threads]
+    assert free.is_shared == (threads < cores)
 
 
 def test_a_thread_comes_back_once_its_core_stays_free() -> None:

@@ -55,6 +55,7 @@ def panel_bytes(kind: int, inputs: int) -> int:
 # Offsets in the parameters of a step: one column of 64-bit sizes and addresses, changed between steps only.
 (
     S_THREADS,
+    S_SLEEPS,
     S_STEP,
     S_STOP,
     S_PHASE,
@@ -139,7 +140,7 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_LOW,
     S_LOW_STEP,
     S_LOW_PART,
-) = range(0, 680, 8)
+) = range(0, 688, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,
@@ -252,8 +253,10 @@ ROW_BLOCK = 64  # rows of a piece of `heads`, where there are many
 MOST_THREADS = 256  # more than there can be
 LINE = 64  # bytes that no two threads write
 # In `sync`: which meeting is next, and where the pieces of every phase begin: behind all there are, when a step is to
-# end early; how many threads have come; the next piece. A line of the cache for each that threads write often.
-Y_FIRST_PIECE, Y_ARRIVED, Y_PIECE, SYNC_BYTES = 8, LINE, 2 * LINE, 3 * LINE
+# end early; how many threads have come; the next piece. A line of the cache for each that threads write often. Then two
+# lines for threads that sleep at a meeting, one for even meetings and one for odd ones: how many, and their semaphore.
+Y_FIRST_PIECE, Y_ARRIVED, Y_PIECE, Y_ASLEEP, SYNC_BYTES = 8, LINE, 2 * LINE, 3 * LINE, 5 * LINE
+SEMAPHORE = 16  # in a line for threads that sleep
 NO_PIECES = 1 << 40
 # The table of the checking form (see `checks`): what was missed, a place where a miss does no harm, then ranges of
 # memory in order, three numbers each: start, end, whether it may be written.

@@ -13,7 +13,7 @@ from paceline.config.engine import EngineConfig
 from paceline.core.counters import CPUWork
 from paceline.core.pulse import Pulse
 from paceline.runner.device_rows import DeviceRows, FlatBatch
-from paceline.runner.machine_load import FreeCores
+from paceline.runner.machine_load import MANY_TOKENS, FreeCores
 from paceline.runner.native.adapters import NativeAdapters
 from paceline.runner.native.code import Code
 from paceline.runner.native.drawing import Drawing
@@ -89,7 +89,9 @@ class NativeStep:
         self.memory.load(batch, rows.tables, due, adapters)
         self.memory.parameters.set(only_logits=0)
         if self._free is not None:
-            self._threads = self._free.refresh(count)
+            # All threads help in a step of any size, because those that wait for each other let go of their cores.
+            self._threads = self._free.refresh(MANY_TOKENS)
+            self.memory.parameters.set(sleeps=int(self._free.is_shared))
         self._steps += 1
         self.run(timed=self._steps % TIMED_EVERY == 1)
         self._due = due

@@ -22,8 +22,10 @@ from paceline.runner.native.layout import (
     MOST_THREADS,
     NO_PIECES,
     PHASES,
+    SEMAPHORE,
     STEP,
     SYNC_BYTES,
+    Y_ASLEEP,
     Y_FIRST_PIECE,
     Y_PIECE,
 )
@@ -87,6 +89,8 @@ class Team:
         self._libc = ctypes.CDLL(None)
         self._sync = aligned(SYNC_BYTES).view(np.int64)
         self._laps = aligned(LAP_BYTES).view(np.int64)
+        for line in range(Y_ASLEEP, SYNC_BYTES, LINE):
+            self._libc.sem_init(ctypes.c_void_p(self._sync.ctypes.data + line + SEMAPHORE), 0, 0)
         parameters.point("sync", self._sync)
         self._threads: list[threading.Thread] = []
         self.checks = Checks() if code.is_checked else None

@@ -12,6 +12,8 @@ from paceline.runner.native.kernels.scalars import (
     peek,
     poke,
     put_int,
+    sleep_on,
+    wake,
     yield_processor,
 )
 
@@ -39,24 +41,60 @@ def take(sync, count):
 
 @kernel
 def meet(p, laps, phase):
-    """All threads have ended the phase; the last one to come opens the next."""
+    """All threads have ended the phase; the last one to come opens the next.
+
+    A thread that waits long lets others have its processor. Where other processes use the processors too, it sleeps
+    until it is woken: one that yields loses its turn to them, and gets no other before they have had theirs.
+    """
     lap(laps, phase)
     pause()
-    sync, threads = get_int(p + at.S_SYNC), get_int(p + at.S_THREADS)
+    sync, threads, sleeps = get_int(p + at.S_SYNC), get_int(p + at.S_THREADS), get_int(p + at.S_SLEEPS)
     meeting = peek(sync)
+    asleep = sync + at.Y_ASLEEP + meeting % 2 * at.LINE
     if fetch_add(sync + at.Y_ARRIVED, 1) == threads - 1:
         poke(sync + at.Y_ARRIVED, 0)
         poke(sync + at.Y_PIECE, get_int(sync + at.Y_FIRST_PIECE))
         fetch_add(p + at.S_PHASE, 1)
         pause()
-        poke(sync, meeting + 1)
+        if sleeps:
+            _open(sync, asleep)
+        else:
+            poke(sync, meeting + 1)
     else:
         looks = 0
         while peek(sync) == meeting:
             looks += 1
             if looks > LOOKS:
-                yield_processor()
+                if sleeps:
+                    _sleep(sync, meeting, asleep)
+                else:
+                    yield_processor()
     lap(laps, LAP_WAITING)
+
+
+# A thread is counted before it looks at the meeting for the last time, and the meeting is over before it is asked how
+# many are counted: one of the two sees the other. Both are added, not stored, so that no look comes before them. A
+# thread that was counted and did not sleep leaves a wake-up behind, which costs a later one a look. No thread can come
+# to the meeting after the next while another sleeps at this one: two lines are enough.
+
+
+@kernel
+def _open(sync, asleep):
+    fetch_add(sync, 1)
+    pause()
+    count = peek(asleep)
+    if count > 0:
+        fetch_add(asleep, -count)
+        for _ in range(count):
+            wake(asleep + at.SEMAPHORE)
+
+
+@kernel
+def _sleep(sync, meeting, asleep):
+    fetch_add(asleep, 1)
+    pause()
+    if peek(sync) == meeting:
+        sleep_on(asleep + at.SEMAPHORE)
 
 
 @kernel
