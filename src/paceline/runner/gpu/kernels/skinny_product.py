@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.overlap import announce, wait, wait_and_announce
 
 MAX_ROWS = 64
 MAX_GATED_ROWS = 256
@@ -94,11 +94,13 @@ def skinny_product(
     tuning: ProductTuning,
     gated: bool = False,
     overlapped: bool = False,
+    waits_last: bool = False,
 ) -> None:
     """`out` = `x` [rows, inner] times `weight` [columns, inner] transposed.
 
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
-    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
+    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py; `waits_last`: `x` was
+    complete when the kernel in front of this one began, which does not touch `out` either.
     """
     assert len(x) <= (MAX_GATED_ROWS if gated else MAX_ROWS)
     launch_product(
@@ -110,6 +112,7 @@ def skinny_product(
         gated=gated,
         overlapped=overlapped,
         STEP=tuning.inner,
+        WAITS_LAST=waits_last,
     )
 
 
@@ -175,6 +178,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    WAITS_LAST: tl.constexpr,
 ):
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
@@ -185,7 +189,10 @@ def _product_kernel(
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
     PART: tl.constexpr = INNER // PARTS
-    wait_and_announce(OVERLAPPED)
+    if WAITS_LAST:
+        announce(OVERLAPPED)
+    else:
+        wait_and_announce(OVERLAPPED)
     for start in range(part * PART, (part + 1) * PART, STEP):
         w = tl.load(weight_at + start)
         xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
@@ -196,3 +203,5 @@ def _product_kernel(
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
     tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+    if WAITS_LAST:
+        wait(OVERLAPPED)
