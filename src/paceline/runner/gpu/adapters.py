@@ -2,8 +2,9 @@
 
 An adapter has a place: a stretch of the pool with room for every matrix of a model at the largest rank. Its number is
 what plans name; a place is taken again once its adapter was let go of, which the engine does when no step under way can
-touch it, and what is written then is queued behind all steps before. Tokens are grouped by place once a step, by the
-plan that experts use; those without an adapter have a place too, in which there is never anything.
+touch it. What is written then is copied beside the steps; one with a row of the adapter waits for it. Tokens are
+grouped by place once a step, by the plan that experts use; those without an adapter have a place too, in which there is
+never anything.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.errors import InvalidAdapter
 from paceline.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from paceline.models.files.adapter import Adapter, LowRank
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.device_queue import DeviceQueue
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.adapter_product import (
     NOTHING,
@@ -107,7 +108,7 @@ class AdapterImage(Adapter):
     """An adapter as its place holds it."""
 
     entries: Tensor  # in memory that the device can read
-    table: NDArray[np.int64]  # [layers, parts]: where each part begins
+    table: Tensor  # int32 [layers, parts], in such memory too: where each part begins, in UNITs
     panels: int
 
 
@@ -146,6 +147,8 @@ class DeviceAdapters:
         )
         self._of_tokens = torch.full((max_tokens,), NO_PLACE, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}  # by number
+        self._copies = DeviceQueue(device)
+        self._coming: dict[int, Mark] = {}  # numbers that no row had yet: when their copies are complete
         self._free = list(range(room.places, NO_PLACE, -1))
         self._layers = [
             {
@@ -173,24 +176,28 @@ class DeviceAdapters:
         image = adapter if isinstance(adapter, AdapterImage) else self.prepare(adapter)
         place = self._free.pop()
         first = (place - 1) * self._place_entries
-        table = np.where(image.table == NOTHING, NOTHING, image.table + first // UNIT)
-        with self._queue.entered():
+        table = self._pool.table[place]
+        with self._copies.entered():
             self._pool.entries[first : first + len(image.entries)].copy_(image.entries, non_blocking=True)
-            self._pool.table[place].copy_(torch.from_numpy(table.astype(np.int32)))
-            self._pool.panels[place] = image.panels
+            table.copy_(image.table, non_blocking=True)
+            table.add_((table != NOTHING) * (first // UNIT))
+            self._pool.panels[place].fill_(image.panels)
         self._places[number] = place
+        self._coming[number] = self._copies.mark()
+
+    def is_there(self, number: int) -> bool:
+        """Whether a row that has it would wait for nothing."""
+        return number not in self._coming or self._coming[number].is_reached()
 
     def drop(self, number: int) -> None:
-        place = self._places.pop(number)
-        with self._queue.entered():
-            self._pool.table[place].fill_(NOTHING)
-        self._free.append(place)
+        self._free.append(self._places.pop(number))
+        self._coming.pop(number, None)
 
     def prepare(self, adapter: Adapter) -> AdapterImage:
         """What takes long of `put`; in any thread."""
         panels = -(-adapter.rank // PANEL)
         ranks, layers = panels * PANEL, self._pool.table.shape[1]
-        table = np.full((layers, len(self._parts)), NOTHING, np.int64)
+        table = torch.full((layers, len(self._parts)), NOTHING, dtype=torch.int32)
         size = sum(ranks * (pair.a.shape[1] + pair.b.shape[0]) for pair in adapter.parts.values())
         entries = torch.zeros(size, dtype=self._dtype, pin_memory=self._queue.is_gpu)
         first = 0
@@ -202,7 +209,7 @@ class DeviceAdapters:
             rank=adapter.rank,
             parts={},
             entries=entries,
-            table=table,
+            table=table.pin_memory() if self._queue.is_gpu else table,
             panels=panels,
         )
 
@@ -215,6 +222,8 @@ class DeviceAdapters:
         for index, number in enumerate(joins.adapter.tolist()):
             if number != NO_ADAPTER:
                 places[index] = self._places[number]
+                if self._coming.pop(number, None) is not None:
+                    self._queue.follow(self._copies)
         self._memory.put("adapter", at, places)
         self._has_one[at] = places != NO_PLACE
 

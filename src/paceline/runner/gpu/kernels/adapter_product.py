@@ -82,11 +82,11 @@ class AdapterTuning:
         """Into how many the inner dimension is split: tiles may be as few as the tokens fill."""
         wanted = _ENOUGH_PROGRAMS * self.rows // (tokens * parts)
         most = max(1, min(wanted, MAX_SPLITS))
-        return triton.cdiv(inner, self.share(most, inner))
+        return -(-inner // self.share(most, inner))
 
     def share(self, splits: int, inner: int) -> int:
         """Inner entries of a split."""
-        return triton.cdiv(inner, splits * self.inner) * self.inner
+        return -(-inner // (splits * self.inner)) * self.inner
 
 
 _FEW = AdapterTuning(rows=16, inner=512, columns=512, gated_columns=256, expand_warps=8, gated_warps=8)
