@@ -32,7 +32,7 @@ UNIT = 16  # entries of the pool that an entry of the table counts in
 NOTHING = -1
 MOST_PARTS = 3  # of a product
 MAX_SPLITS = 32
-_ENOUGH_PROGRAMS = 512
+_ENOUGH_PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,16 @@ class AdaptedProduct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTuning:
-    """Rows (tokens of one adapter) of a tile, inner entries per turn of shrink, columns per program of expand, and of
-    expand with the activation, which has them of gate and of up."""
+    """Rows (tokens of one adapter) of a tile, inner entries per turn of shrink, and columns per turn of expand, with the
+    activation (of gate, and as many of up) and without. At most `abreast` tiles are computed at once: a program that
+    has none costs a launch all the same."""
 
     rows: int
     inner: int
     columns: int
     gated_columns: int
+    gated_turns: int = 1
+    abreast: int = 1 << 15
     shrink_warps: int = 4
     shrink_stages: int = 3
     expand_warps: int = 4
@@ -89,9 +92,11 @@ class AdapterTuning:
         return -(-inner // (splits * self.inner)) * self.inner
 
 
-_FEW = AdapterTuning(rows=16, inner=512, columns=512, gated_columns=256, expand_warps=8, gated_warps=8)
+_FEW = AdapterTuning(
+    rows=8, inner=512, columns=512, gated_columns=128, gated_turns=8, abreast=32, expand_warps=8
+)
 _MANY = AdapterTuning(rows=64, inner=128, columns=128, gated_columns=64)
-_FLOAT32 = AdapterTuning(rows=16, inner=32, columns=64, gated_columns=32)
+_FLOAT32 = AdapterTuning(rows=16, inner=32, columns=64, gated_columns=32, shrink_warps=2)
 _FEW_TOKENS = 512
 
 
@@ -130,6 +135,7 @@ def shrink(
         *where,
         SHARE=tuning.share(splits, inner),
         STEP=tuning.inner,
+        WARPS=min(tuning.shrink_warps, tuning.inner // 16),
         OVERLAPPED=overlapped,
         num_warps=tuning.shrink_warps,
         num_stages=tuning.shrink_stages,
@@ -183,7 +189,7 @@ def expand_gated(
     tokens, width = out.shape
     assert out.is_contiguous() and wide.is_contiguous() and product.widths == (width, width)
     tiles, where, constants = _launch(adapted, product, tokens, tuning)
-    _gated_kernel[(triton.cdiv(width, tuning.gated_columns), tiles)](
+    _gated_kernel[(triton.cdiv(width, tuning.gated_columns * tuning.gated_turns), tiles)](
         out,
         wide,
         adapted.low,
@@ -191,6 +197,7 @@ def expand_gated(
         SPLITS=tuning.splits(tokens, 2, product.inner),
         COLUMNS=width,
         TILE=tuning.gated_columns,
+        TURNS=tuning.gated_turns,
         IS_SILU=activation == "silu",
         OVERLAPPED=overlapped,
         num_warps=tuning.gated_warps,
@@ -203,7 +210,7 @@ def expand_gated(
 def _launch(
     adapted: AdaptedTokens, product: AdaptedProduct, tokens: int, tuning: AdapterTuning
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """What launches of all kernels have: tiles, arguments and constants."""
+    """What launches of all kernels have: tiles at once, arguments and constants."""
     pool, plan = adapted.pool, adapted.plan
     assert pool.table.is_contiguous()
     entry = product.layer * pool.table.shape[2] + product.first
@@ -219,7 +226,7 @@ def _launch(
         "PANEL": PANEL,
         "UNIT": UNIT,
     }
-    tiles = max_tiles(tokens, plan.experts, tuning.rows)
+    tiles = min(max_tiles(tokens, plan.experts, tuning.rows), tuning.abreast)
     return tiles, (*where, entry, pool.table.stride(0), tokens), constants
 
 
@@ -243,40 +250,50 @@ def _shrink_kernel(
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    WARPS: tl.constexpr,
     WIDTH: tl.constexpr,
     PANEL: tl.constexpr,
     UNIT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`low` [splits, parts, places in the order, ranks] = x A^T, float32."""
+    """`low` [splits, parts, places in the order, ranks] = x A^T, float32. Each warp has a stretch of the inner dimension:
+    warps that share one would all read the same operands."""
     part, panel = tl.program_id(0) // PANELS, tl.program_id(0) % PANELS
-    split, tile = tl.program_id(1), tl.program_id(2)
-    exists, adapter, begin, end = _tile(tile, tiles, num_tiles, WIDTH)
-    base = tl.load(table + adapter * stride + entry + part)
-    exists = exists & (base >= 0) & (panel < tl.load(panels + adapter))
-    # Those with nothing to do leave at once. Some wait in any case: kernels that follow rely on this one having waited.
-    if exists | (tile == 0):
-        place = begin + tl.arange(0, ROWS)
-        present = (place < end) & exists
-        token = tl.load(order + place, mask=present, other=0).to(tl.int64)
-        rank = tl.arange(0, PANEL)
-        inner = split * SHARE + tl.arange(0, STEP)
-        x_at = x + token[:, None] * INNER + inner[None, :]
-        a_at = pool + base.to(tl.int64) * UNIT + ((panel * PANEL + rank) * INNER)[:, None] + inner[None, :]
-        a = tl.load(a_at, mask=((inner < INNER) & exists)[None, :], other=0.0)
-        wait_and_announce(OVERLAPPED)
-        xs = tl.load(x_at, mask=present[:, None] & (inner < INNER)[None, :], other=0.0)
-        acc = tl.dot(a, tl.trans(xs), input_precision=PRECISION)
-        if SHARE > STEP:
-            last = tl.where(exists, tl.minimum(SHARE, INNER - split * SHARE), 0)
-            for start in range(STEP, last, STEP):
-                inside = (inner + start < INNER)[None, :]
-                a = tl.load(a_at + start, mask=inside, other=0.0)
-                xs = tl.load(x_at + start, mask=present[:, None] & inside, other=0.0)
-                acc = tl.dot(a, tl.trans(xs), acc, input_precision=PRECISION)
-        at = ((split * PARTS + part) * tokens + place).to(tl.int64) * (PANELS * PANEL)
-        into = low + at[:, None] + (panel * PANEL + rank)[None, :]
-        tl.store(into, tl.trans(acc), mask=present[:, None])
+    split = tl.program_id(1)
+    STRETCH: tl.constexpr = STEP // WARPS
+    rank = tl.arange(0, PANEL)
+    inner = split * SHARE + (tl.arange(0, WARPS) * STRETCH)[:, None] + tl.arange(0, STRETCH)[None, :]
+    for tile in tl.range(tl.program_id(2), tl.load(num_tiles), tl.num_programs(2), num_stages=1):
+        adapter, begin, end = _tile(tile, tiles, WIDTH)
+        base = tl.load(table + adapter * stride + entry + part)
+        exists = (base >= 0) & (panel < tl.load(panels + adapter))
+        # One tile waits in any case: kernels that follow rely on this one having waited.
+        if exists | (tile == 0):
+            place = begin + tl.arange(0, ROWS)
+            present = (place < end) & exists
+            token = tl.load(order + place, mask=present, other=0).to(tl.int64)
+            x_at = x + token[None, :, None] * INNER + inner[:, None, :]
+            a_at = (
+                pool
+                + base.to(tl.int64) * UNIT
+                + ((panel * PANEL + rank) * INNER)[None, :, None]
+                + inner[:, None, :]
+            )
+            a = tl.load(a_at, mask=((inner < INNER) & exists)[:, None, :], other=0.0)
+            wait_and_announce(OVERLAPPED)
+            xs = tl.load(x_at, mask=present[None, :, None] & (inner < INNER)[:, None, :], other=0.0)
+            a = _requested(a, OVERLAPPED)
+            acc = tl.dot(a, tl.permute(xs, (0, 2, 1)), input_precision=PRECISION)
+            if SHARE > STEP:
+                last = tl.where(exists, tl.minimum(SHARE, INNER - split * SHARE), 0)
+                for start in range(STEP, last, STEP):
+                    inside = (inner + start < INNER)[:, None, :]
+                    a = tl.load(a_at + start, mask=inside, other=0.0)
+                    xs = tl.load(x_at + start, mask=present[None, :, None] & inside, other=0.0)
+                    acc = tl.dot(a, tl.permute(xs, (0, 2, 1)), acc, input_precision=PRECISION)
+            at = ((split * PARTS + part) * tokens + place).to(tl.int64) * (PANELS * PANEL)
+            into = low + at[None, :] + (panel * PANEL + rank)[:, None]
+            tl.store(into, tl.sum(acc, 0), mask=present[None, :])
 
 
 @triton.jit(do_not_specialize=["entry", "stride", "tokens"])
@@ -308,39 +325,42 @@ def _expand_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     """`out` += low B^T, ONE, TWO and THREE columns of up to three parts."""
-    cut, tile = tl.program_id(0), tl.program_id(1)
+    cut = tl.program_id(0)
     SECOND: tl.constexpr = (ONE + TILE - 1) // TILE
     THIRD: tl.constexpr = SECOND + (TWO + TILE - 1) // TILE
     part = (cut >= SECOND).to(tl.int32) + (cut >= THIRD).to(tl.int32)
     width = tl.where(part == 0, ONE, tl.where(part == 1, TWO, THREE))
     origin = tl.where(part == 0, 0, tl.where(part == 1, ONE, ONE + TWO))
     cut -= tl.where(part == 0, 0, tl.where(part == 1, SECOND, THIRD))
-    exists, adapter, begin, end = _tile(tile, tiles, num_tiles, WIDTH)
-    base = tl.load(table + adapter * stride + entry + part)
-    count = tl.load(panels + adapter)
-    exists = exists & (base >= 0)
-    if exists | (tile == 0):  # as in shrink
-        place = begin + tl.arange(0, ROWS)
-        present = (place < end) & exists
-        token = tl.load(order + place, mask=present, other=0).to(tl.int64)
-        column = cut * TILE + tl.arange(0, TILE)
-        b_at = _b_at(pool, base, count, column, INNER, PANEL, UNIT)
-        inside = (column < width) & exists
-        b = tl.load(b_at, mask=inside[:, None], other=0.0)
-        wait_and_announce(OVERLAPPED)
-        into = out + token[:, None] * (ONE + TWO + THREE) + (origin + column)[None, :]
-        mask = present[:, None] & inside[None, :]
-        before = tl.load(into, mask=mask, other=0.0)
-        low_at = _low_at(low, part, place, tokens, PANELS, PANEL)
-        apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
-        x = tl.sum(_splits(low_at, apart, present, SPLITS), 0).to(b.dtype)
-        acc = tl.dot(x, tl.trans(b), input_precision=PRECISION)
-        if PANELS > 1:
-            for panel in range(1, tl.where(exists, count, 0)):
-                b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
-                x = tl.sum(_splits(low_at + panel * PANEL, apart, present, SPLITS), 0).to(b.dtype)
-                acc = tl.dot(x, tl.trans(b), acc, input_precision=PRECISION)
-        tl.store(into, (before.to(tl.float32) + acc).to(out.dtype.element_ty), mask=mask)
+    column = cut * TILE + tl.arange(0, TILE)
+    apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
+    for tile in tl.range(tl.program_id(1), tl.load(num_tiles), tl.num_programs(1), num_stages=1):
+        adapter, begin, end = _tile(tile, tiles, WIDTH)
+        base = tl.load(table + adapter * stride + entry + part)
+        count = tl.load(panels + adapter)
+        exists = base >= 0
+        if exists | (tile == 0):  # as in shrink
+            place = begin + tl.arange(0, ROWS)
+            present = (place < end) & exists
+            token = tl.load(order + place, mask=present, other=0).to(tl.int64)
+            b_at = _b_at(pool, base, count, column, INNER, PANEL, UNIT)
+            inside = (column < width) & exists
+            b = _requested(tl.load(b_at, mask=inside[:, None], other=0.0), OVERLAPPED)
+            wait_and_announce(OVERLAPPED)
+            into = out + token[None, :] * (ONE + TWO + THREE) + (origin + column)[:, None]
+            mask = present[None, :] & inside[:, None]
+            before = tl.load(into, mask=mask, other=0.0)
+            low_at = _low_at(low, part, place, tokens, PANELS, PANEL)
+            x = _splits(low_at, apart, present, SPLITS)
+            before = _requested(before, OVERLAPPED).to(tl.float32)
+            x = tl.sum(_requested(x, OVERLAPPED), 0).to(b.dtype)
+            acc = tl.dot(b, tl.trans(x), input_precision=PRECISION)
+            if PANELS > 1:
+                for panel in range(1, tl.where(exists, count, 0)):
+                    b = tl.load(b_at + panel * (width * PANEL), mask=inside[:, None], other=0.0)
+                    x = tl.sum(_splits(low_at + panel * PANEL, apart, present, SPLITS), 0).to(b.dtype)
+                    acc = tl.dot(b, tl.trans(x), acc, input_precision=PRECISION)
+            tl.store(into, (before + acc).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["entry", "stride", "tokens"])
@@ -365,68 +385,81 @@ def _gated_kernel(
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    TURNS: tl.constexpr,
     WIDTH: tl.constexpr,
     PANEL: tl.constexpr,
     UNIT: tl.constexpr,
     IS_SILU: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`out` = activation(gate) * up, COLUMNS of each, with what adapters add to both."""
-    cut, tile = tl.program_id(0), tl.program_id(1)
-    exists, adapter, begin, end = _tile(tile, tiles, num_tiles, WIDTH)
-    gate_base = tl.load(table + adapter * stride + entry)
-    up_base = tl.load(table + adapter * stride + entry + 1)
-    count = tl.load(panels + adapter)
-    if exists | (tile == 0):
-        has_gate, has_up = exists & (gate_base >= 0), exists & (up_base >= 0)
+    """`out` = activation(gate) * up, COLUMNS of each, with what adapters add to both. While a turn is computed, what the
+    next one needs is on its way."""
+    first = tl.program_id(0) * (TILE * TURNS)
+    column = first + tl.arange(0, TILE)
+    second = PANELS * PANEL * tokens.to(tl.int64)  # from gate to up
+    apart = PARTS * second
+    for tile in tl.range(tl.program_id(1), tl.load(num_tiles), tl.num_programs(1), num_stages=1):
+        adapter, begin, end = _tile(tile, tiles, WIDTH)
+        gate_base = tl.load(table + adapter * stride + entry)
+        up_base = tl.load(table + adapter * stride + entry + 1)
+        count = tl.load(panels + adapter)
+        has_gate, has_up = gate_base >= 0, up_base >= 0
         place = begin + tl.arange(0, ROWS)
-        present = (place < end) & exists
+        present = place < end
         token = tl.load(order + place, mask=present, other=0).to(tl.int64)
-        column = cut * TILE + tl.arange(0, TILE)
-        inside = column < COLUMNS
         gate_at = _b_at(pool, gate_base, count, column, INNER, PANEL, UNIT)
         up_at = _b_at(pool, up_base, count, column, INNER, PANEL, UNIT)
+        inside = column < COLUMNS
         gate_b = tl.load(gate_at, mask=(inside & has_gate)[:, None], other=0.0)
         up_b = tl.load(up_at, mask=(inside & has_up)[:, None], other=0.0)
         gate_b, up_b = _requested(gate_b, OVERLAPPED), _requested(up_b, OVERLAPPED)
         wait_and_announce(OVERLAPPED)
-        wide_at = wide + token[:, None] * (2 * COLUMNS) + column[None, :]
-        mask = present[:, None] & inside[None, :]
-        gate = tl.load(wide_at, mask=mask, other=0.0)
-        up = tl.load(wide_at + COLUMNS, mask=mask, other=0.0)
+        wide_at = wide + token[None, :] * (2 * COLUMNS) + column[:, None]
+        into = out + token[None, :] * COLUMNS + column[:, None]
+        gate = tl.load(wide_at, mask=present[None, :] & inside[:, None], other=0.0)
+        up = tl.load(wide_at + COLUMNS, mask=present[None, :] & inside[:, None], other=0.0)
         low_at = _low_at(low, 0, place, tokens, PANELS, PANEL)
-        second = PANELS * PANEL * tokens.to(tl.int64)  # from gate to up
-        apart = PARTS * second
         has_gates, has_ups = present & has_gate, present & has_up
         gate_x = _splits(low_at, apart, has_gates, SPLITS)
         up_x = _splits(low_at + second, apart, has_ups, SPLITS)
-        gate = _requested(gate, OVERLAPPED).to(tl.float32)
-        up = _requested(up, OVERLAPPED).to(tl.float32)
-        gate_x = tl.sum(_requested(gate_x, OVERLAPPED), 0).to(gate_b.dtype)
-        up_x = tl.sum(_requested(up_x, OVERLAPPED), 0).to(up_b.dtype)
-        gate += tl.dot(gate_x, tl.trans(gate_b), input_precision=PRECISION)
-        up += tl.dot(up_x, tl.trans(up_b), input_precision=PRECISION)
-        if PANELS > 1:
-            for panel in range(1, tl.where(has_gate | has_up, count, 0)):
-                further = panel * (COLUMNS * PANEL)
-                gate_b = tl.load(gate_at + further, mask=(inside & has_gate)[:, None], other=0.0)
-                up_b = tl.load(up_at + further, mask=(inside & has_up)[:, None], other=0.0)
-                x = tl.sum(_splits(low_at + panel * PANEL, apart, has_gates, SPLITS), 0)
-                gate += tl.dot(x.to(gate_b.dtype), tl.trans(gate_b), input_precision=PRECISION)
-                x = tl.sum(_splits(low_at + second + panel * PANEL, apart, has_ups, SPLITS), 0)
-                up += tl.dot(x.to(up_b.dtype), tl.trans(up_b), input_precision=PRECISION)
-        into = out + token[:, None] * COLUMNS + column[None, :]
-        tl.store(into, (activate(gate, IS_SILU) * up).to(out.dtype.element_ty), mask=mask)
+        gate, up = _requested(gate, OVERLAPPED), _requested(up, OVERLAPPED)
+        gate_x = tl.trans(tl.sum(_requested(gate_x, OVERLAPPED), 0).to(gate_b.dtype))
+        up_x = tl.trans(tl.sum(_requested(up_x, OVERLAPPED), 0).to(gate_b.dtype))
+        for turn in tl.range(0, TURNS, num_stages=1):
+            start = turn * TILE
+            mask = present[None, :] & (column + start < COLUMNS)[:, None]
+            next_inside = (column + start + TILE < COLUMNS) & (turn + 1 < TURNS)
+            next_at = (start + TILE) * PANEL
+            next_gate_b = tl.load(gate_at + next_at, mask=(next_inside & has_gate)[:, None], other=0.0)
+            next_up_b = tl.load(up_at + next_at, mask=(next_inside & has_up)[:, None], other=0.0)
+            next_mask = present[None, :] & next_inside[:, None]
+            next_gate = tl.load(wide_at + start + TILE, mask=next_mask, other=0.0)
+            next_up = tl.load(wide_at + COLUMNS + start + TILE, mask=next_mask, other=0.0)
+            gate_sum = tl.dot(gate_b, gate_x, input_precision=PRECISION)
+            up_sum = tl.dot(up_b, up_x, input_precision=PRECISION)
+            if PANELS > 1:
+                inside = column + start < COLUMNS
+                for panel in range(1, tl.where(has_gate | has_up, count, 0)):
+                    at = start * PANEL + panel * (COLUMNS * PANEL)
+                    b = tl.load(gate_at + at, mask=(inside & has_gate)[:, None], other=0.0)
+                    x = tl.sum(_splits(low_at + panel * PANEL, apart, has_gates, SPLITS), 0).to(b.dtype)
+                    gate_sum = tl.dot(b, tl.trans(x), gate_sum, input_precision=PRECISION)
+                    b = tl.load(up_at + at, mask=(inside & has_up)[:, None], other=0.0)
+                    x = tl.sum(_splits(low_at + second + panel * PANEL, apart, has_ups, SPLITS), 0).to(
+                        b.dtype
+                    )
+                    up_sum = tl.dot(b, tl.trans(x), up_sum, input_precision=PRECISION)
+            active = activate(gate.to(tl.float32) + gate_sum, IS_SILU) * (up.to(tl.float32) + up_sum)
+            tl.store(into + start, active.to(out.dtype.element_ty), mask=mask)
+            gate_b, up_b = _requested(next_gate_b, OVERLAPPED), _requested(next_up_b, OVERLAPPED)
+            gate, up = _requested(next_gate, OVERLAPPED), _requested(next_up, OVERLAPPED)
 
 
 @triton.jit
-def _tile(tile, tiles, num_tiles, WIDTH: tl.constexpr):
-    """Whether a tile exists, its adapter (of one that does not, some that does), and its places in the order."""
-    exists = tile < tl.load(
-        num_tiles
-    )  # the loads behind do not wait for this one: there is room for all tiles
-    adapter = tl.where(exists, tl.load(tiles + tile * WIDTH), 0)
-    return exists, adapter, tl.load(tiles + tile * WIDTH + 1), tl.load(tiles + tile * WIDTH + 2)
+def _tile(tile, tiles, WIDTH: tl.constexpr):
+    """The adapter of a tile, and its places in the order."""
+    at = tiles + tile * WIDTH
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
