@@ -66,9 +66,9 @@ class AdaptedProduct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTuning:
-    """Rows (tokens of one adapter) of a tile, inner entries per turn of shrink, and columns per turn of expand, with the
-    activation (of gate, and as many of up) and without. At most `abreast` tiles are computed at once: a program that
-    has none costs a launch all the same."""
+    """Rows (tokens of one adapter) of a tile, inner entries per turn of shrink, columns of expand, and of a turn of
+    expand with the activation (of gate, and as many of up). At most `abreast` tiles are computed at once: a program that has
+    none costs a launch all the same."""
 
     rows: int
     inner: int
@@ -256,7 +256,7 @@ def _shrink_kernel(
     UNIT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`low` [splits, parts, places in the order, ranks] = x A^T, float32. Each warp has a stretch of the inner dimension:
+    """`low` [splits, parts, places in the order, ranks] = x A^T, float32. Each warp has a stretch of the inner entries:
     warps that share one would all read the same operands."""
     part, panel = tl.program_id(0) // PANELS, tl.program_id(0) % PANELS
     split = tl.program_id(1)
@@ -392,8 +392,8 @@ def _gated_kernel(
     IS_SILU: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`out` = activation(gate) * up, COLUMNS of each, with what adapters add to both. While a turn is computed, what the
-    next one needs is on its way."""
+    """`out` = activation(gate) * up, COLUMNS of each, with what adapters add to both. While a turn is computed, what
+    the next one needs is on its way."""
     first = tl.program_id(0) * (TILE * TURNS)
     column = first + tl.arange(0, TILE)
     second = PANELS * PANEL * tokens.to(tl.int64)  # from gate to up
