@@ -67,8 +67,8 @@ class AdaptedProduct:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTuning:
     """Rows (tokens of one adapter) of a tile, inner entries per turn of shrink, columns of expand, and of a turn of
-    expand with the activation (of gate, and as many of up). At most `abreast` tiles are computed at once: a program that has
-    none costs a launch all the same."""
+    expand with the activation (of gate, and as many of up). At most `abreast` tiles are computed at once: a program
+    that has none costs a launch all the same."""
 
     rows: int
     inner: int
