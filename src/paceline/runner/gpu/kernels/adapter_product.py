@@ -92,8 +92,16 @@ class AdapterTuning:
         return -(-inner // (splits * self.inner)) * self.inner
 
 
+# Chosen on an H200 (docs/decisions/0049-adapters-on-the-gpu.md).
 _FEW = AdapterTuning(
-    rows=8, inner=512, columns=512, gated_columns=128, gated_turns=8, abreast=32, expand_warps=8
+    rows=8,
+    inner=1024,
+    columns=512,
+    gated_columns=256,
+    gated_turns=8,
+    abreast=48,
+    expand_warps=8,
+    gated_warps=8,
 )
 _MANY = AdapterTuning(rows=64, inner=128, columns=128, gated_columns=64)
 _FLOAT32 = AdapterTuning(rows=16, inner=32, columns=64, gated_columns=32, shrink_warps=2)
@@ -101,7 +109,7 @@ _FEW_TOKENS = 512
 
 
 def adapter_tuning(tokens: int, dtype: torch.dtype) -> AdapterTuning:
-    """By reckoning."""
+    """By reckoning, but for few tokens."""
     if dtype == torch.float32:
         return _FLOAT32
     return _FEW if tokens <= _FEW_TOKENS else _MANY
