@@ -47,16 +47,15 @@ from paceline.runner.gpu.kernels.adapter_product import (
     PANEL,
     UNIT,
     AdaptedProduct,
-    AdaptedTokens,
     AdapterPool,
     AdapterTuning,
     adapter_tuning,
+    allocate_adapted,
     expand,
     expand_gated,
-    low_entries,
+    plan_adapters,
     shrink,
 )
-from paceline.runner.gpu.kernels.expert_product import allocate_expert_plan, plan_experts
 
 bench = Benchmark(__doc__)
 OPTIONS = {
@@ -231,18 +230,14 @@ def show_profile(llm: LLM, rows: list[int], name: str) -> None:
 # -- kernels -------------------------------------------------------------------------------------------------
 
 CUTS = [
-    AdapterTuning(
-        rows=16,
+    replace(
+        adapter_tuning(1, torch.bfloat16),
         inner=inner,
         columns=columns,
-        gated_columns=columns // 2,
+        gated_turns=turns,
         shrink_warps=warps,
-        expand_warps=expand_warps,
-        gated_warps=expand_warps,
     )
-    for inner, (columns, expand_warps), warps in product(
-        (256, 512, 1024), ((256, 4), (512, 4), (512, 8)), (4, 8)
-    )
+    for inner, warps, columns, turns in product((512, 1024), (2, 4), (256, 512), (4, 8))
 ]
 # Inner entries, and columns of each part, of the products of a layer of 8B.
 PRODUCTS = {
@@ -287,14 +282,12 @@ def kernel_calls(given: Given, tokens: int, inner: int, widths: tuple[int, ...])
         panels=torch.ones(given.adapters, dtype=torch.int32, device=device),
         most_panels=1,
     )
-    low = torch.zeros(low_entries(tokens, PANEL), device=device)
-    plan = allocate_expert_plan(tokens, given.adapters, device=device)
-    of_tokens = (torch.arange(tokens, device=device, dtype=torch.int32) % given.adapters).view(-1, 1)
+    of_tokens = torch.arange(tokens, device=device, dtype=torch.int32) % given.adapters
     x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16)
     out = torch.zeros(tokens, sum(widths), device=device, dtype=torch.bfloat16)
     narrow = torch.zeros(tokens, widths[0], device=device, dtype=torch.bfloat16)
-    adapted = AdaptedTokens(pool=pool, plan=plan, low=low)
-    plan_experts(plan, of_tokens, tile_rows=16)
+    adapted = allocate_adapted(pool, tokens)
+    plan_adapters(adapted, of_tokens, tuning=adapter_tuning(tokens, torch.bfloat16))
 
     def call(cut: AdapterTuning, layer: int) -> None:
         which = AdaptedProduct(layer=layer, first=0, inner=inner, widths=widths)

@@ -20,12 +20,12 @@ from paceline.runner.gpu.kernels.adapter_product import (
     AdaptedTokens,
     AdapterPool,
     AdapterTuning,
+    allocate_adapted,
     expand,
     expand_gated,
-    low_entries,
+    plan_adapters,
     shrink,
 )
-from paceline.runner.gpu.kernels.expert_product import allocate_expert_plan, plan_experts
 from paceline.runner.gpu.kernels.gated_product import Activation
 
 LAYERS, BEFORE = 2, 1  # parts of the layer in front of those that are computed
@@ -102,15 +102,14 @@ def adapted_tokens(
     product: Product,
     matrices: list[list[tuple[Tensor, Tensor] | None]],
     of_tokens: Sequence[int],
-    tile_rows: int,
+    tuning: AdapterTuning,
 ) -> AdaptedTokens:
     """The adapter of each token, or -1; parts in the second layer."""
-    tokens, device = len(of_tokens), product.device
-    plan = allocate_expert_plan(tokens, 1 + len(matrices), device=device)
-    chosen = 1 + torch.tensor(of_tokens, dtype=torch.int32, device=device).view(-1, 1)
-    plan_experts(plan, chosen, tile_rows=tile_rows)
-    low = torch.full((low_entries(tokens, max(product.ranks)),), torch.nan, device=device)
-    return AdaptedTokens(pool=product.pool(matrices, 1), plan=plan, low=low)
+    adapted = allocate_adapted(product.pool(matrices, 1), len(of_tokens))
+    chosen = 1 + torch.tensor(of_tokens, dtype=torch.int32, device=product.device)
+    plan_adapters(adapted, chosen, tuning=tuning)
+    adapted.low.fill_(torch.nan)
+    return adapted
 
 
 def assert_near(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
@@ -136,7 +135,7 @@ def check_adapter_product(
     )
     expected = reference_adapter_product(x, out, of_tokens, matrices, product.widths)
     untouched = out.clone()
-    adapted = adapted_tokens(product, matrices, of_tokens, tuning.rows)
+    adapted = adapted_tokens(product, matrices, of_tokens, tuning)
     for layer, right in ((0, untouched.double()), (1, expected)):  # the first layer has no adapters
         out.copy_(untouched)
         which = AdaptedProduct(layer=layer, first=BEFORE, inner=product.inner, widths=product.widths)
@@ -160,7 +159,7 @@ def check_gated_adapters(
     matrices = product.matrices()
     x = torch.randn(tokens, product.inner, device=device).to(product.dtype)
     wide = torch.randn(tokens, 2 * width, device=device).to(product.dtype)
-    adapted = adapted_tokens(product, matrices, of_tokens, tuning.rows)
+    adapted = adapted_tokens(product, matrices, of_tokens, tuning)
     with_adapters = reference_adapter_product(x, wide, of_tokens, matrices, product.widths)
     for layer, gates in ((0, wide.double()), (1, with_adapters)):  # the first layer has no adapters
         gate, up = gates[:, :width], gates[:, width:]

@@ -34,12 +34,13 @@ from paceline.runner.gpu.kernels.adapter_product import (
     AdapterPool,
     AdapterTuning,
     adapter_tuning,
+    allocate_adapted,
     expand,
     expand_gated,
     low_entries,
+    plan_adapters,
     shrink,
 )
-from paceline.runner.gpu.kernels.expert_product import allocate_expert_plan, plan_experts
 from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.step_rows import span_values
@@ -140,11 +141,7 @@ class DeviceAdapters:
             most_panels=room.panels,
         )
         self._pool = pool
-        self._tokens = AdaptedTokens(
-            pool=pool,
-            plan=allocate_expert_plan(max_tokens, 1 + room.places, device=device),
-            low=torch.zeros(low_entries(max_tokens, room.panels * PANEL), device=device),
-        )
+        self._tokens = allocate_adapted(pool, max_tokens)
         self._of_tokens = torch.full((max_tokens,), NO_PLACE, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}  # by number
         self._copies = DeviceQueue(device)
@@ -257,7 +254,7 @@ class DeviceAdapters:
 
     def _planned(self, count: int) -> StepAdapters:
         tuning = adapter_tuning(count, self._dtype)
-        plan_experts(self._tokens.plan, self._of_tokens[:count].view(-1, 1), tile_rows=tuning.rows)
+        plan_adapters(self._tokens, self._of_tokens[:count], tuning=tuning)
         # Short kernels, whatever was launched before them: see overlap.py.
         return StepAdapters(self._layers, self._tokens, tuning, overlapped=self._queue.is_gpu)
 

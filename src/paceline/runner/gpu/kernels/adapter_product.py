@@ -23,7 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.expert_product import TILE_WIDTH, ExpertPlan, max_tiles
+from paceline.runner.gpu.kernels.expert_product import (
+    TILE_WIDTH,
+    ExpertPlan,
+    allocate_expert_plan,
+    max_tiles,
+    plan_experts,
+)
 from paceline.runner.gpu.kernels.gated_product import Activation, activate
 from paceline.runner.gpu.kernels.overlap import wait_and_announce
 
@@ -51,6 +57,9 @@ class AdaptedTokens:
 
     pool: AdapterPool
     plan: ExpertPlan
+    # int32 [parts of all layers, tiles]: where a part of a tile's adapter begins, as in the table; then its panels. By
+    # tile, because a program would otherwise have to know the adapter first.
+    bases: Tensor
     low: Tensor  # float32, flat: see `low_entries`
 
 
@@ -119,6 +128,39 @@ def low_entries(max_tokens: int, ranks: int) -> int:
     """Room that shrink needs for what it leaves to expand."""
     split = _ENOUGH_PROGRAMS * _MANY.rows
     return max(MOST_PARTS * max_tokens, split) * ranks
+
+
+def allocate_adapted(pool: AdapterPool, max_tokens: int) -> AdaptedTokens:
+    """Room for steps of up to `max_tokens`; every token has a place in the table."""
+    places, layers, parts = pool.table.shape
+    device = pool.table.device
+    plan = allocate_expert_plan(max_tokens, places, device=device)
+    return AdaptedTokens(
+        pool=pool,
+        plan=plan,
+        bases=torch.zeros(layers * parts + 1, len(plan.tiles), dtype=torch.int32, device=device),
+        low=torch.zeros(low_entries(max_tokens, pool.most_panels * PANEL), device=device),
+    )
+
+
+def plan_adapters(adapted: AdaptedTokens, of_tokens: Tensor, *, tuning: AdapterTuning) -> None:
+    """Group the tokens of a step by their places in the table, int32 [tokens]."""
+    pool, plan, bases = adapted.pool, adapted.plan, adapted.bases
+    assert pool.table.is_contiguous()
+    plan_experts(plan, of_tokens.view(-1, 1), tile_rows=tuning.rows)
+    entries = len(bases) - 1
+    _bases_kernel[(max_tiles(len(of_tokens), plan.experts, tuning.rows),)](
+        bases,
+        pool.table,
+        pool.panels,
+        plan.tiles,
+        plan.num_tiles,
+        bases.stride(0),
+        ENTRIES=entries,
+        LANES=triton.next_power_of_2(entries),
+        WIDTH=TILE_WIDTH,
+        num_warps=4,
+    )
 
 
 def shrink(
@@ -220,11 +262,11 @@ def _launch(
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """What launches of all kernels have: tiles at once, arguments and constants."""
     pool, plan = adapted.pool, adapted.plan
-    assert pool.table.is_contiguous()
     entry = product.layer * pool.table.shape[2] + product.first
-    where = (pool.entries, pool.table, pool.panels, plan.order, plan.tiles, plan.num_tiles)
+    where = (pool.entries, adapted.bases, plan.order, plan.tiles, plan.num_tiles)
     precision = "ieee" if pool.entries.dtype == torch.float32 else "tf32"  # of no effect on narrower types
     constants = {
+        "ENTRIES": len(adapted.bases) - 1,
         "PARTS": len(product.widths),
         "PANELS": pool.most_panels,
         "INNER": product.inner,
@@ -235,22 +277,22 @@ def _launch(
         "UNIT": UNIT,
     }
     tiles = min(max_tiles(tokens, plan.experts, tuning.rows), tuning.abreast)
-    return tiles, (*where, entry, pool.table.stride(0), tokens), constants
+    return tiles, (*where, entry, adapted.bases.stride(0), tokens), constants
 
 
-@triton.jit(do_not_specialize=["entry", "stride", "tokens"])
+@triton.jit(do_not_specialize=["entry", "room", "tokens"])
 def _shrink_kernel(
     low,
     x,
     pool,
-    table,
-    panels,
+    bases,
     order,
     tiles,
     num_tiles,
     entry,
-    stride,
+    room,
     tokens,
+    ENTRIES: tl.constexpr,
     PARTS: tl.constexpr,
     PANELS: tl.constexpr,
     INNER: tl.constexpr,
@@ -271,10 +313,14 @@ def _shrink_kernel(
     STRETCH: tl.constexpr = STEP // WARPS
     rank = tl.arange(0, PANEL)
     inner = split * SHARE + (tl.arange(0, WARPS) * STRETCH)[:, None] + tl.arange(0, STRETCH)[None, :]
+    of_part = bases + (entry + part) * room
+    base, count, begin, end = _tile(tl.program_id(2), of_part, bases, tiles, room, ENTRIES, WIDTH)
     for tile in tl.range(tl.program_id(2), tl.load(num_tiles), tl.num_programs(2), num_stages=1):
-        adapter, begin, end = _tile(tile, tiles, WIDTH)
-        base = tl.load(table + adapter * stride + entry + part)
-        exists = (base >= 0) & (panel < tl.load(panels + adapter))
+        following = tl.minimum(tile + tl.num_programs(2), room - 1)
+        next_base, next_count, next_begin, next_end = _tile(
+            following, of_part, bases, tiles, room, ENTRIES, WIDTH
+        )
+        exists = (base >= 0) & (panel < count)
         # One tile waits in any case: kernels that follow rely on this one having waited.
         if exists | (tile == 0):
             place = begin + tl.arange(0, ROWS)
@@ -302,21 +348,22 @@ def _shrink_kernel(
             at = ((split * PARTS + part) * tokens + place).to(tl.int64) * (PANELS * PANEL)
             into = low + at[None, :] + (panel * PANEL + rank)[:, None]
             tl.store(into, tl.sum(acc, 0), mask=present[None, :])
+        base, count, begin, end = next_base, next_count, next_begin, next_end
 
 
-@triton.jit(do_not_specialize=["entry", "stride", "tokens"])
+@triton.jit(do_not_specialize=["entry", "room", "tokens"])
 def _expand_kernel(
     out,
     low,
     pool,
-    table,
-    panels,
+    bases,
     order,
     tiles,
     num_tiles,
     entry,
-    stride,
+    room,
     tokens,
+    ENTRIES: tl.constexpr,
     PARTS: tl.constexpr,
     PANELS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -342,10 +389,13 @@ def _expand_kernel(
     cut -= tl.where(part == 0, 0, tl.where(part == 1, SECOND, THIRD))
     column = cut * TILE + tl.arange(0, TILE)
     apart = PARTS * PANELS * PANEL * tokens.to(tl.int64)  # from one split to the next
+    of_part = bases + (entry + part) * room
+    base, count, begin, end = _tile(tl.program_id(1), of_part, bases, tiles, room, ENTRIES, WIDTH)
     for tile in tl.range(tl.program_id(1), tl.load(num_tiles), tl.num_programs(1), num_stages=1):
-        adapter, begin, end = _tile(tile, tiles, WIDTH)
-        base = tl.load(table + adapter * stride + entry + part)
-        count = tl.load(panels + adapter)
+        following = tl.minimum(tile + tl.num_programs(1), room - 1)
+        next_base, next_count, next_begin, next_end = _tile(
+            following, of_part, bases, tiles, room, ENTRIES, WIDTH
+        )
         exists = base >= 0
         if exists | (tile == 0):  # as in shrink
             place = begin + tl.arange(0, ROWS)
@@ -369,22 +419,23 @@ def _expand_kernel(
                     x = tl.sum(_splits(low_at + panel * PANEL, apart, present, SPLITS), 0).to(b.dtype)
                     acc = tl.dot(b, tl.trans(x), acc, input_precision=PRECISION)
             tl.store(into, (before + acc).to(out.dtype.element_ty), mask=mask)
+        base, count, begin, end = next_base, next_count, next_begin, next_end
 
 
-@triton.jit(do_not_specialize=["entry", "stride", "tokens"])
+@triton.jit(do_not_specialize=["entry", "room", "tokens"])
 def _gated_kernel(
     out,
     wide,
     low,
     pool,
-    table,
-    panels,
+    bases,
     order,
     tiles,
     num_tiles,
     entry,
-    stride,
+    room,
     tokens,
+    ENTRIES: tl.constexpr,
     PARTS: tl.constexpr,
     PANELS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -406,11 +457,15 @@ def _gated_kernel(
     column = first + tl.arange(0, TILE)
     second = PANELS * PANEL * tokens.to(tl.int64)  # from gate to up
     apart = PARTS * second
+    of_part = bases + entry * room
+    gate_base, count, begin, end = _tile(tl.program_id(1), of_part, bases, tiles, room, ENTRIES, WIDTH)
+    up_base = tl.load(of_part + room + tl.program_id(1))
     for tile in tl.range(tl.program_id(1), tl.load(num_tiles), tl.num_programs(1), num_stages=1):
-        adapter, begin, end = _tile(tile, tiles, WIDTH)
-        gate_base = tl.load(table + adapter * stride + entry)
-        up_base = tl.load(table + adapter * stride + entry + 1)
-        count = tl.load(panels + adapter)
+        following = tl.minimum(tile + tl.num_programs(1), room - 1)
+        next_gate_base, next_count, next_begin, next_end = _tile(
+            following, of_part, bases, tiles, room, ENTRIES, WIDTH
+        )
+        next_up_base = tl.load(of_part + room + following)
         has_gate, has_up = gate_base >= 0, up_base >= 0
         place = begin + tl.arange(0, ROWS)
         present = place < end
@@ -461,13 +516,42 @@ def _gated_kernel(
             tl.store(into + start, active.to(out.dtype.element_ty), mask=mask)
             gate_b, up_b = _requested(next_gate_b, OVERLAPPED), _requested(next_up_b, OVERLAPPED)
             gate, up = _requested(next_gate, OVERLAPPED), _requested(next_up, OVERLAPPED)
+        gate_base, up_base = next_gate_base, next_up_base
+        count, begin, end = next_count, next_begin, next_end
+
+
+@triton.jit(do_not_specialize=["room"])
+def _bases_kernel(
+    bases,
+    table,
+    panels,
+    tiles,
+    num_tiles,
+    room,
+    ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile < tl.load(num_tiles):
+        adapter = tl.load(tiles + tile * WIDTH)
+        lane = tl.arange(0, LANES)
+        base = tl.load(table + adapter * ENTRIES + lane, mask=lane < ENTRIES, other=0)
+        tl.store(bases + lane * room + tile, base, mask=lane < ENTRIES)
+        tl.store(bases + ENTRIES * room + tile, tl.load(panels + adapter))
 
 
 @triton.jit
-def _tile(tile, tiles, WIDTH: tl.constexpr):
-    """The adapter of a tile, and its places in the order."""
+def _tile(tile, of_part, bases, tiles, room, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a part of a tile's adapter begins, the adapter's panels, and the tile's places in the order. One that does
+    not exist has room, and is not computed: nothing has to be known before these are asked for."""
     at = tiles + tile * WIDTH
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return (
+        tl.load(of_part + tile),
+        tl.load(bases + ENTRIES * room + tile),
+        tl.load(at + 1),
+        tl.load(at + 2),
+    )
 
 
 @triton.jit
