@@ -26,6 +26,7 @@ from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.adapter_product import (
+    LEAST_ROWS,
     NOTHING,
     PANEL,
     UNIT,
@@ -41,6 +42,7 @@ from paceline.runner.gpu.kernels.adapter_product import (
     plan_adapters,
     shrink,
 )
+from paceline.runner.gpu.kernels.expert_product import max_tiles
 from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.step_rows import span_values
@@ -76,7 +78,9 @@ class AdapterRoom:
     def num_bytes(self, spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
         """Of all places, and of what a step needs beside."""
         low = low_entries(max_tokens, self.panels * PANEL)
-        return self.places * self.entries(spec) * dtype.itemsize + 4 * (low + 4 * max_tokens)
+        parts = spec.num_layers * sum(len(product) for product in products_of(spec).values())
+        bases = parts * max_tiles(max_tokens, 1 + self.places, LEAST_ROWS)
+        return self.places * self.entries(spec) * dtype.itemsize + 4 * (low + bases + 4 * max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

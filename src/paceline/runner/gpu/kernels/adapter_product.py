@@ -36,6 +36,7 @@ from paceline.runner.gpu.kernels.overlap import wait_and_announce
 PANEL = 16  # ranks
 UNIT = 16  # entries of the pool that an entry of the table counts in
 NOTHING = -1
+LEAST_ROWS = 8  # of a tile
 MOST_PARTS = 3  # of a product
 MAX_SPLITS = 32
 _ENOUGH_PROGRAMS = 1024
@@ -103,7 +104,7 @@ class AdapterTuning:
 
 # Chosen on an H200 (docs/decisions/0049-adapters-on-the-gpu.md).
 _FEW = AdapterTuning(
-    rows=8,
+    rows=LEAST_ROWS,
     inner=1024,
     columns=512,
     gated_columns=256,
@@ -134,7 +135,7 @@ def allocate_adapted(pool: AdapterPool, max_tokens: int) -> AdaptedTokens:
     """Room for steps of up to `max_tokens`; every token has a place in the table."""
     places, layers, parts = pool.table.shape
     device = pool.table.device
-    plan = allocate_expert_plan(max_tokens, places, device=device)
+    plan = allocate_expert_plan(max_tokens, places, least_rows=LEAST_ROWS, device=device)
     return AdaptedTokens(
         pool=pool,
         plan=plan,
