@@ -152,7 +152,7 @@ class AdapterPlaces:
             unwanted = [each for each in free if each not in self.users]
             if not unwanted and (only_unwanted or not free):
                 return False
-            self._evict(min(unwanted or free, key=lambda each: self.users.get(each, 0)))
+            self._evict((unwanted or free)[0])
         if self._has_place():
             self.coming.add(number)
             self.orders.append(Order(number, comes=True))

@@ -46,15 +46,6 @@ def test_the_one_that_rows_left_longest_ago_goes_first() -> None:
     assert made.orders[0] == Order(2, comes=False)
 
 
-def test_one_that_many_requests_wait_for_stays() -> None:
-    """Those that few wait for take turns beside it."""
-    made = places(2, 3)
-    made.users = {1: 5, 2: 1, 3: 1}
-    made.begin_step(0)
-    made.want(3)
-    assert made.orders == [Order(2, comes=False), Order(3, comes=True)] and made.is_there(1)
-
-
 def test_what_a_step_under_way_may_touch_leaves_behind_it() -> None:
     made = places(1, 2)
     made.take_row(1)
