@@ -18,9 +18,13 @@ class Memory:
 
     def __init__(self) -> None:
         self.held: dict[int, str] = {}
+        self.copying: set[int] = set()  # of what is held, on its way
 
     def put(self, number: int, adapter: Adapter) -> None:
         self.held[number] = adapter.identity
+
+    def is_there(self, number: int) -> bool:
+        return number not in self.copying
 
     def drop(self, number: int) -> None:
         del self.held[number]

@@ -46,14 +46,16 @@ from paceline.runner.gpu.compile import compiling_only
 from paceline.runner.gpu.kernels.adapter_product import (
     PANEL,
     UNIT,
-    AdaptedTokens,
+    AdaptedProduct,
     AdapterPool,
     AdapterTuning,
-    adapter_product,
     adapter_tuning,
-    low_entries,
+    allocate_adapted,
+    expand,
+    expand_gated,
+    plan_adapters,
+    shrink,
 )
-from paceline.runner.gpu.kernels.expert_product import allocate_expert_plan, plan_experts
 
 bench = Benchmark(__doc__)
 OPTIONS = {
@@ -228,18 +230,14 @@ def show_profile(llm: LLM, rows: list[int], name: str) -> None:
 # -- kernels -------------------------------------------------------------------------------------------------
 
 CUTS = [
-    AdapterTuning(
-        rows=16,
+    replace(
+        adapter_tuning(1, torch.bfloat16),
         inner=inner,
         columns=columns,
-        least_share=share,
+        gated_turns=turns,
         shrink_warps=warps,
-        shrink_stages=stages,
-        expand_warps=expand,
     )
-    for (inner, stages), (columns, expand), share, warps in product(
-        ((256, 4),), ((256, 4), (512, 4), (512, 8), (1024, 8)), (512, 1024), (2, 4)
-    )
+    for inner, warps, columns, turns in product((512, 1024), (2, 4), (256, 512), (4, 8))
 ]
 # Inner entries, and columns of each part, of the products of a layer of 8B.
 PRODUCTS = {
@@ -253,7 +251,7 @@ PRODUCTS = {
 def kernels(given: Given) -> Found:
     """Microseconds of shrink and expand together, for each product: the fastest cuts, then the one that is chosen."""
     found: Found = {}
-    table("product", "tokens", "inner", "stages", "columns", "warps", "share", "shrink warps", "us", "GB/s")
+    table("product", "tokens", "inner", "columns", "warps", "shrink warps", "us", "GB/s")
     for name, (inner, widths) in PRODUCTS.items():
         for tokens in sizes_of(given):
             calls = kernel_calls(given, tokens, inner, widths)
@@ -264,8 +262,8 @@ def kernels(given: Given) -> Found:
             times = {cut: graph_microseconds(calls(cut), milliseconds=5) for cut in (*CUTS, chosen)}
             size = 2 * PANEL * (len(widths) * inner + sum(widths)) * min(tokens, given.adapters)
             for cut in (*sorted(CUTS, key=times.__getitem__)[:4], chosen):
-                row(name, tokens, cut.inner, cut.shrink_stages, cut.columns, cut.expand_warps, cut.least_share,
-                    cut.shrink_warps, times[cut], size / times[cut] / 1e3)  # fmt: skip
+                row(name, tokens, cut.inner, cut.columns, cut.expand_warps, cut.shrink_warps, times[cut],
+                    size / times[cut] / 1e3)  # fmt: skip
             found[f"{name}, {tokens}"] = times[chosen]
     return found
 
@@ -284,31 +282,22 @@ def kernel_calls(given: Given, tokens: int, inner: int, widths: tuple[int, ...])
         panels=torch.ones(given.adapters, dtype=torch.int32, device=device),
         most_panels=1,
     )
-    low = torch.zeros(low_entries(tokens, PANEL), device=device)
-    plan = allocate_expert_plan(tokens, given.adapters, device=device)
-    of_tokens = (torch.arange(tokens, device=device, dtype=torch.int32) % given.adapters).view(-1, 1)
+    of_tokens = torch.arange(tokens, device=device, dtype=torch.int32) % given.adapters
     x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16)
     out = torch.zeros(tokens, sum(widths), device=device, dtype=torch.bfloat16)
-    adapted = AdaptedTokens(pool=pool, plan=plan, low=low)
-    plan_experts(plan, of_tokens, tile_rows=16)
+    narrow = torch.zeros(tokens, widths[0], device=device, dtype=torch.bfloat16)
+    adapted = allocate_adapted(pool, tokens)
+    plan_adapters(adapted, of_tokens, tuning=adapter_tuning(tokens, torch.bfloat16))
 
-    def calls(cut: AdapterTuning):
-        return [
-            partial(
-                adapter_product,
-                out,
-                x,
-                adapted,
-                layer=layer,
-                first=0,
-                widths=widths,
-                tuning=cut,
-                overlapped=True,
-            )
-            for layer in range(KERNEL_LAYERS)
-        ]
+    def call(cut: AdapterTuning, layer: int) -> None:
+        which = AdaptedProduct(layer=layer, first=0, inner=inner, widths=widths)
+        shrink(x, adapted, which, tuning=cut, overlapped=True)
+        if len(widths) == 2:
+            expand_gated(narrow, out, adapted, which, activation="silu", tuning=cut, overlapped=True)
+        else:
+            expand(out, adapted, which, tuning=cut, overlapped=True)
 
-    return calls
+    return lambda cut: [partial(call, cut, layer) for layer in range(KERNEL_LAYERS)]
 
 
 if __name__ == "__main__":

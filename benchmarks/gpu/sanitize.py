@@ -113,9 +113,11 @@ def adapters(shape: Shape) -> None:
     product = adapter_cases.Product(
         device=shape.device, dtype=shape.dtype, inner=96, widths=(72, 40), ranks=(16, 32)
     )
-    tuning = replace(adapter_tuning(7, shape.dtype), inner=32, least_share=32)
+    gated = replace(product, widths=(72, 72))
+    tuning = replace(adapter_tuning(7, shape.dtype), inner=32)
     for of_tokens in ([-1], [0, 1, -1, 1, 0, 0, 1] * 6):
         adapter_cases.check_adapter_product(product, of_tokens, tuning=tuning)
+        adapter_cases.check_gated_adapters(gated, of_tokens, tuning=tuning)
 
 
 FAMILIES: dict[str, Family] = {

@@ -43,6 +43,18 @@ def test_tokens_get_what_their_adapter_adds(
     cases.check_adapter_product(made, mixed(tokens, 5), tuning=tuning, parts=True, overlapped=overlapped)
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 200, 1000])
+@pytest.mark.parametrize("inner, width, ranks", [(4096, 14336, (16,) * 5), (200, 136, (16, 64, 32, 16, 16))])
+def test_gate_and_up_go_through_the_activation(
+    inner: int, width: int, ranks: tuple[int, ...], tokens: int
+) -> None:
+    made, tuning = product(inner, (width, width), ranks), adapter_tuning(tokens, BF16)
+    cases.check_gated_adapters(made, mixed(tokens, 5), tuning=tuning)
+    cases.check_gated_adapters(made, mixed(tokens, 5), tuning=tuning, activation="gelu_tanh")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        cases.check_gated_adapters(made, mixed(tokens, 5), tuning=tuning, overlapped=True)
+
+
 @pytest.mark.parametrize("tokens", [16, 700])
 def test_ranks_of_several_panels(tokens: int) -> None:
     made = product(1024, (512, 256), (16, 64, 32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ if reason := reason_to_skip():
 from paceline.runner.gpu.kernels.adapter_product import AdapterTuning
 from tests.gpu import kernel_adapter_cases as cases
 
-SMALL = AdapterTuning(rows=16, inner=32, columns=32, least_share=32)
+SMALL = AdapterTuning(rows=16, inner=32, columns=32, gated_columns=32)
 MIXED = [0, -1, 2, 0, 0, 1, -1, 2, 3, 3]
 
 
@@ -24,6 +26,22 @@ def test_tokens_get_what_their_adapter_adds(inner: int, widths: tuple[int, ...],
         device="cpu", dtype=torch.float32, inner=inner, widths=widths, ranks=(16, 16, 16, 16)
     )
     cases.check_adapter_product(product, MIXED, tuning=SMALL, parts=parts)
+
+
+@pytest.mark.parametrize("inner, width", [(64, 64), (48, 40)])
+def test_gate_and_up_of_tokens_with_and_without(inner: int, width: int) -> None:
+    product = cases.Product(
+        device="cpu", dtype=torch.float32, inner=inner, widths=(width, width), ranks=(16, 16, 48, 32)
+    )
+    cases.check_gated_adapters(product, MIXED, tuning=SMALL)
+    cases.check_gated_adapters(product, [-1] * 18 + [1] * 17, tuning=SMALL, activation="gelu_tanh")
+
+
+def test_a_split_of_several_turns() -> None:
+    product = cases.Product(device="cpu", dtype=torch.float32, inner=528, widths=(32,), ranks=(16, 32))
+    short = replace(SMALL, inner=16)
+    assert short.share(short.splits(3, 1, 528), 528) > 16, "or this says nothing"
+    cases.check_adapter_product(product, [0, 1, -1], tuning=short)
 
 
 def test_ranks_of_several_panels_and_tiles_of_one_adapter() -> None:

@@ -28,7 +28,8 @@ Work = Callable[[], Adapter]
 
 class AdapterMemory(Protocol):
     """Where a runner keeps matrices of adapters, by number. One that has to lay them out anew has `prepare` for it,
-    which takes an adapter and returns one, in any thread."""
+    which takes an adapter and returns one, in any thread. One that copies beside the steps has `is_there`, of a number:
+    rows may have it at once, but would wait."""
 
     def put(self, number: int, adapter: Adapter) -> None: ...
     def drop(self, number: int) -> None: ...
@@ -93,6 +94,8 @@ class Adapters:
         self._held: set[int] = set()  # whose matrices the runner has
         self._asked: dict[int, _Asked] = {}
         self._reading: set[int] = set()
+        self._copied: dict[int, None] = {}  # back from their folders, and on their way to the runner's memory
+        self._is_there: Callable[[int], bool] = getattr(memory, "is_there", lambda number: True)
         self._last = 0
         # Let go of: the last plan that may have a row of it; None while requests have it.
         self._leaving: dict[int, int | None] = {}
@@ -103,7 +106,7 @@ class Adapters:
 
     @property
     def is_reading(self) -> bool:
-        return bool(self._reading)
+        return bool(self._reading or self._copied)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._known.values())
@@ -207,13 +210,16 @@ class Adapters:
                     self._came(number, adapter)
             except Exception as error:
                 self._failed(number, asked, error)
+        for number in [number for number in self._copied if self._is_there(number)]:
+            del self._copied[number]
+            self._scheduler.adapter_read(number)
 
     def _came(self, number: int, adapter: Adapter) -> None:
         """An adapter is back that was in memory before."""
         if adapter.identity != self._places.identities[number]:
             raise InvalidAdapter(f"{self._folders[number]}: has changed since it was loaded; load it again")
         self._put(number, adapter)
-        self._scheduler.adapter_read(number)
+        self._copied[number] = None
 
     def _failed(self, number: int, asked: _Asked | None, error: Exception) -> None:
         if not isinstance(error, PacelineError):
@@ -245,6 +251,7 @@ class Adapters:
             assert self._memory is not None
             self._memory.drop(number)
             self._held.remove(number)
+            self._copied.pop(number, None)
 
 
 def first_adapters(

@@ -166,6 +166,22 @@ def test_steps_go_on_while_a_folder_is_read() -> None:
     assert not engine.adapters.is_reading and request not in engine.scheduler.state.requests
 
 
+def test_rows_do_not_wait_for_a_copy_in_a_step() -> None:
+    engine, memory, reads = crowded()
+    (request,) = engine.add([1, 2], SAMPLING, adapter=2)
+    engine.step()
+    memory.copying = {2}
+    reads.finish()
+    for _ in range(3):
+        engine.step()
+    assert list(memory.held) == [2] and engine.adapters.is_reading
+    assert not engine.scheduler.state.adapters.rows, "it is admitted when its adapter is there"
+    memory.copying = set()
+    while engine.has_requests:
+        engine.step()
+    assert not engine.adapters.is_reading and request not in engine.scheduler.state.requests
+
+
 def test_a_folder_that_has_changed_ends_its_requests_and_no_others() -> None:
     engine, memory, reads = crowded()
     (other,) = engine.add([5, 6], SAMPLING)

@@ -2,13 +2,13 @@
 
 An adapter has a place: a stretch of the pool with room for every matrix of a model at the largest rank. Its number is
 what plans name; a place is taken again once its adapter was let go of, which the engine does when no step under way can
-touch it, and what is written then is queued behind all steps before. Tokens are grouped by place once a step, by the
-plan that experts use.
+touch it. What is written then is copied beside the steps; one with a row of the adapter waits for it. Tokens are
+grouped by place once a step, by the plan that experts use; those without an adapter have a place too, in which there is
+never anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,28 +23,30 @@ from paceline.errors import InvalidAdapter
 from paceline.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from paceline.models.files.adapter import Adapter, LowRank
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.device_queue import DeviceQueue
+from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.adapter_product import (
+    LEAST_ROWS,
     NOTHING,
     PANEL,
     UNIT,
+    AdaptedProduct,
     AdaptedTokens,
     AdapterPool,
-    adapter_product,
+    AdapterTuning,
     adapter_tuning,
+    allocate_adapted,
+    expand,
+    expand_gated,
     low_entries,
+    plan_adapters,
+    shrink,
 )
-from paceline.runner.gpu.kernels.expert_product import allocate_expert_plan, plan_experts
+from paceline.runner.gpu.kernels.expert_product import max_tiles
+from paceline.runner.gpu.kernels.gated_product import Activation
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.step_rows import span_values
 from paceline.runner.gpu.row_memory import NO_PLACE, RowMemory
-
-# What the adapters of a step add in place: to a layer's product of some inputs, by its name.
-AddAdapters = Callable[[int, str, Tensor, Tensor], None]
-AddToLayer = Callable[[str, Tensor, Tensor], None]
-AddToProduct = Callable[[Tensor, Tensor], None]
-
 
 _PLACES = 16  # unless the user says how many
 
@@ -76,7 +78,9 @@ class AdapterRoom:
     def num_bytes(self, spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
         """Of all places, and of what a step needs beside."""
         low = low_entries(max_tokens, self.panels * PANEL)
-        return self.places * self.entries(spec) * dtype.itemsize + 4 * (low + 4 * max_tokens)
+        parts = spec.num_layers * sum(len(product) for product in products_of(spec).values())
+        bases = parts * max_tiles(max_tokens, 1 + self.places, LEAST_ROWS)
+        return self.places * self.entries(spec) * dtype.itemsize + 4 * (low + bases + 4 * max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class AdapterImage(Adapter):
     """An adapter as its place holds it."""
 
     entries: Tensor  # in memory that the device can read
-    table: NDArray[np.int64]  # [layers, parts]: where each part begins
+    table: Tensor  # int32 [layers, parts], in such memory too: where each part begins, in UNITs
     panels: int
 
 
@@ -129,27 +133,36 @@ class DeviceAdapters:
         self._room, self._memory, self._queue, self._dtype = room, memory, queue, dtype
         self._products = products_of(spec)
         self._parts = [part.name for product in self._products.values() for part in product]
-        self._first = {name: self._parts.index(parts[0].name) for name, parts in self._products.items()}
-        self._widths = {name: [part.outputs for part in parts] for name, parts in self._products.items()}
+        firsts = {name: self._parts.index(parts[0].name) for name, parts in self._products.items()}
         self._place_entries = room.entries(spec)
         table = torch.full(
-            (room.places, spec.num_layers, len(self._parts)), NOTHING, dtype=torch.int32, device=device
+            (1 + room.places, spec.num_layers, len(self._parts)), NOTHING, dtype=torch.int32, device=device
         )
         pool = AdapterPool(
             entries=torch.zeros(room.places * self._place_entries, dtype=dtype, device=device),
             table=table,
-            panels=torch.zeros(room.places, dtype=torch.int32, device=device),
+            panels=torch.zeros(1 + room.places, dtype=torch.int32, device=device),
             most_panels=room.panels,
         )
         self._pool = pool
-        self._step = AdaptedTokens(
-            pool=pool,
-            plan=allocate_expert_plan(max_tokens, room.places, device=device),
-            low=torch.zeros(low_entries(max_tokens, room.panels * PANEL), device=device),
-        )
+        self._tokens = allocate_adapted(pool, max_tokens)
         self._of_tokens = torch.full((max_tokens,), NO_PLACE, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}  # by number
-        self._free = list(reversed(range(room.places)))
+        self._copies = DeviceQueue(device)
+        self._coming: dict[int, Mark] = {}  # numbers that no row had yet: when their copies are complete
+        self._free = list(range(room.places, NO_PLACE, -1))
+        self._layers = [
+            {
+                name: AdaptedProduct(
+                    layer=layer,
+                    first=firsts[name],
+                    inner=parts[0].inputs,
+                    widths=tuple(part.outputs for part in parts),
+                )
+                for name, parts in self._products.items()
+            }
+            for layer in range(spec.num_layers)
+        ]
         self._has_one: NDArray[np.bool_] = np.zeros(memory.num_rows + 1, np.bool_)  # by row
 
     # -- which there are -------------------------------------------------------------------------------------
@@ -163,25 +176,29 @@ class DeviceAdapters:
             )
         image = adapter if isinstance(adapter, AdapterImage) else self.prepare(adapter)
         place = self._free.pop()
-        first = place * self._place_entries
-        table = np.where(image.table == NOTHING, NOTHING, image.table + first // UNIT)
-        with self._queue.entered():
+        first = (place - 1) * self._place_entries
+        table = self._pool.table[place]
+        with self._copies.entered():
             self._pool.entries[first : first + len(image.entries)].copy_(image.entries, non_blocking=True)
-            self._pool.table[place].copy_(torch.from_numpy(table.astype(np.int32)))
-            self._pool.panels[place] = image.panels
+            table.copy_(image.table, non_blocking=True)
+            table.add_((table != NOTHING) * (first // UNIT))
+            self._pool.panels[place].fill_(image.panels)
         self._places[number] = place
+        self._coming[number] = self._copies.mark()
+
+    def is_there(self, number: int) -> bool:
+        """Whether a row that has it would wait for nothing."""
+        return number not in self._coming or self._coming[number].is_reached()
 
     def drop(self, number: int) -> None:
-        place = self._places.pop(number)
-        with self._queue.entered():
-            self._pool.table[place].fill_(NOTHING)
-        self._free.append(place)
+        self._free.append(self._places.pop(number))
+        self._coming.pop(number, None)
 
     def prepare(self, adapter: Adapter) -> AdapterImage:
         """What takes long of `put`; in any thread."""
         panels = -(-adapter.rank // PANEL)
         ranks, layers = panels * PANEL, self._pool.table.shape[1]
-        table = np.full((layers, len(self._parts)), NOTHING, np.int64)
+        table = torch.full((layers, len(self._parts)), NOTHING, dtype=torch.int32)
         size = sum(ranks * (pair.a.shape[1] + pair.b.shape[0]) for pair in adapter.parts.values())
         entries = torch.zeros(size, dtype=self._dtype, pin_memory=self._queue.is_gpu)
         first = 0
@@ -193,7 +210,7 @@ class DeviceAdapters:
             rank=adapter.rank,
             parts={},
             entries=entries,
-            table=table,
+            table=table.pin_memory() if self._queue.is_gpu else table,
             panels=panels,
         )
 
@@ -206,6 +223,8 @@ class DeviceAdapters:
         for index, number in enumerate(joins.adapter.tolist()):
             if number != NO_ADAPTER:
                 places[index] = self._places[number]
+                if self._coming.pop(number, None) is not None:
+                    self._queue.follow(self._copies)
         self._memory.put("adapter", at, places)
         self._has_one[at] = places != NO_PLACE
 
@@ -215,12 +234,12 @@ class DeviceAdapters:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def of_rows(self, rows: Tensor) -> AddAdapters:
+    def of_rows(self, rows: Tensor) -> StepAdapters:
         """The adapters of a step in which each of `rows` has a token, in this order."""
         self._take(rows)
         return self._planned(len(rows))
 
-    def of_spans(self, count: int, slot_rows: Tensor, spans: Spans | None, longest: int) -> AddAdapters:
+    def of_spans(self, count: int, slot_rows: Tensor, spans: Spans | None, longest: int) -> StepAdapters:
         """The adapters of a step of `count` tokens: of rows that decode, then of spans; the rest belongs to none."""
         self._of_tokens[:count].fill_(NO_PLACE)
         if len(slot_rows):
@@ -229,7 +248,7 @@ class DeviceAdapters:
             span_values(self._of_tokens, self._memory.column("adapter"), spans, longest)
         return self._planned(count)
 
-    def of_none(self, count: int) -> AddAdapters:
+    def of_none(self, count: int) -> StepAdapters:
         """Those of a step that shows how long it takes or what it loads."""
         self._of_tokens[:count].fill_(NO_PLACE)
         return self._planned(count)
@@ -237,22 +256,52 @@ class DeviceAdapters:
     def _take(self, rows: Tensor) -> None:
         torch.index_select(self._memory.column("adapter"), 0, rows, out=self._of_tokens[: len(rows)])
 
-    def _planned(self, count: int) -> AddAdapters:
-        tile_rows = adapter_tuning(count, self._dtype).rows
-        plan_experts(self._step.plan, self._of_tokens[:count].view(-1, 1), tile_rows=tile_rows)
-        return self._add
+    def _planned(self, count: int) -> StepAdapters:
+        tuning = adapter_tuning(count, self._dtype)
+        plan_adapters(self._tokens, self._of_tokens[:count], tuning=tuning)
+        # Short kernels, whatever was launched before them: see overlap.py.
+        return StepAdapters(self._layers, self._tokens, tuning, overlapped=self._queue.is_gpu)
 
-    def _add(self, layer: int, product: str, x: Tensor, out: Tensor) -> None:
-        adapter_product(
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step's tokens."""
+
+    layers: list[dict[str, AdaptedProduct]]
+    tokens: AdaptedTokens
+    tuning: AdapterTuning
+    overlapped: bool
+
+    def of_layer(self, layer: int) -> LayerAdapters:
+        return LayerAdapters(self, self.layers[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """What the adapters of a step add to the products of a layer, by their names: `read` the inputs of a product before
+    it is computed, and `add_to` the product in place, or go on to what its activation leaves."""
+
+    step: StepAdapters
+    products: dict[str, AdaptedProduct]
+
+    def read(self, name: str, x: Tensor) -> None:
+        step = self.step
+        shrink(x, step.tokens, self.products[name], tuning=step.tuning, overlapped=step.overlapped)
+
+    def add_to(self, name: str, out: Tensor) -> None:
+        step = self.step
+        expand(out, step.tokens, self.products[name], tuning=step.tuning, overlapped=step.overlapped)
+
+    def gate(self, out: Tensor, wide: Tensor, activation: Activation) -> None:
+        step = self.step
+        expand_gated(
             out,
-            x,
-            self._step,
-            layer=layer,
-            first=self._first[product],
-            widths=self._widths[product],
-            tuning=adapter_tuning(len(x), self._dtype),
-            # Short kernels, whatever was launched before them: see overlap.py.
-            overlapped=self._queue.is_gpu,
+            wide,
+            step.tokens,
+            self.products[GATE_UP],
+            activation=activation,
+            tuning=step.tuning,
+            overlapped=step.overlapped,
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -19,7 +18,7 @@ from paceline.models.decoder import Parts
 from paceline.models.layers import DenseLinear
 from paceline.models.rope import inverse_frequencies
 from paceline.models.spec import ModelSpec
-from paceline.runner.gpu.adapters import AddAdapters, AddToLayer, AddToProduct
+from paceline.runner.gpu.adapters import LayerAdapters, StepAdapters
 from paceline.runner.gpu.device_attention import DeviceAttention, StepPlans
 from paceline.runner.gpu.device_layers import DeviceExperts, DeviceLayer, device_layer
 from paceline.runner.gpu.kernels.expert_product import (
@@ -147,7 +146,7 @@ class DeviceDecoder:
         if sizes:
             self._dense = room(1, max(sizes))[0]
 
-    def warm_up(self, sizes: Iterable[int], adapters_of: Callable[[int], AddAdapters] | None = None) -> None:
+    def warm_up(self, sizes: Iterable[int], adapters_of: Callable[[int], StepAdapters] | None = None) -> None:
         """Launch the products of one layer as steps of these many tokens do, and what only some other sizes do.
         `adapters_of`: those of a step of some tokens, where there may be any.
 
@@ -167,8 +166,8 @@ class DeviceDecoder:
             self._narrowed(attended, layer.output, layer.norm_after_attention, False)
             self._fed(self._add(residual, None, norm, gate_up, False), layer, False)
             if adapters_of is not None:
-                add = partial(adapters_of(size), 0)
-                self._fed(self._add(residual, None, norm, None, False), layer, False, add)
+                adapters = adapters_of(size).of_layer(0)
+                self._fed(self._add(residual, None, norm, None, False), layer, False, adapters)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -177,7 +176,7 @@ class DeviceDecoder:
         tokens: StepTokens,
         attention: DeviceAttention,
         step: StepPlans,
-        adapters: AddAdapters | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm. `adapters`: of the tokens, where any has one."""
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
@@ -191,23 +190,24 @@ class DeviceDecoder:
         ]
         if count == 1 and self._joins_norms and adapters is None:
             return self._forward_one(attention, step, places)
+        norms_overlap = overlapped or (
+            adapters is not None and adapters.overlapped
+        )  # kernels of adapters are beside
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            add = None if adapters is None else partial(adapters, index)
-            following = (layer.qkv, layer.gate_up) if add is None else (None, None)  # adapters take 16 bits
-            x = self._add(residual, update, layer.norm_before_attention, following[0], overlapped)
+            of_layer = None if adapters is None else adapters.of_layer(index)
+            following = (layer.qkv, layer.gate_up) if adapters is None else (None, None)  # they take 16 bits
+            x = self._add(residual, update, layer.norm_before_attention, following[0], norms_overlap)
             if index in self._taps:
                 self._tap(index, residual)
-            product = self._queries(x, layer.qkv, overlapped)
-            if add is not None:
-                add(QKV, cast(Tensor, x), product)
+            product = self._queries(x, layer.qkv, overlapped, of_layer)
             place = places[self.spec.layer_groups[index]]
             attended = attention.attend(step, index, product, place, layer.head_norm)
-            more = None if add is None else partial(add, OUTPUT)
-            update = self._narrowed(attended, layer.output, layer.norm_after_attention, overlapped, more)
-            x = self._add(residual, update, layer.norm_before_feed_forward, following[1], overlapped)
-            update = self._fed(x, layer, overlapped, add)
-        self._add(residual, update, self._norm, self._head, overlapped)
+            norm = layer.norm_after_attention
+            update = self._narrowed(attended, layer.output, norm, overlapped, of_layer, OUTPUT)
+            x = self._add(residual, update, layer.norm_before_feed_forward, following[1], norms_overlap)
+            update = self._fed(x, layer, overlapped, of_layer)
+        self._add(residual, update, self._norm, self._head, norms_overlap)
         if len(self._layers) in self._taps:
             self._tap(len(self._layers), residual)
         return self._normed[:count]
@@ -299,11 +299,30 @@ class DeviceDecoder:
     def _has_few_rows(self, x: Tensor, most: int = MAX_ROWS) -> bool:
         return len(x) <= most and self.dtype != torch.float32
 
-    def _queries(self, x: Tensor | ScaledRows, linear: DeviceLinear, overlapped: bool) -> Tensor:
-        return self._whole(x, linear, self._product, overlapped)
+    def _queries(
+        self,
+        x: Tensor | ScaledRows,
+        linear: DeviceLinear,
+        overlapped: bool,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
+        if adapters is None:
+            return self._whole(x, linear, self._product, overlapped)
+        adapters.read(QKV, cast(Tensor, x))
+        product = self._whole(x, linear, self._product, overlapped, waits_last=True)
+        adapters.add_to(QKV, product)
+        return product
 
-    def _whole(self, x: Tensor | ScaledRows, linear: DeviceLinear, into: Tensor, overlapped: bool) -> Tensor:
-        """A product as it is."""
+    def _whole(
+        self,
+        x: Tensor | ScaledRows,
+        linear: DeviceLinear,
+        into: Tensor,
+        overlapped: bool,
+        *,
+        waits_last: bool = False,
+    ) -> Tensor:
+        """A product as it is. `waits_last`: `x` is older than the kernel in front."""
         if isinstance(linear, ScaledLinear):
             return self._scaled_times(self._quantized(x, overlapped), linear, into, overlapped)
         assert isinstance(x, Tensor)
@@ -319,7 +338,7 @@ class DeviceDecoder:
         if tuning is None:
             return self._times(x, linear, into)
         out = into[: len(x)]
-        skinny_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped)
+        skinny_product(out, x, linear.weight, tuning=tuning, overlapped=overlapped, waits_last=waits_last)
         return out
 
     def _narrowed(
@@ -328,19 +347,30 @@ class DeviceDecoder:
         linear: DeviceLinear,
         norm: Tensor | None,
         overlapped: bool,
-        add: AddToProduct | None = None,
+        adapters: LayerAdapters | None = None,
+        name: str = "",  # that adapters know it by
     ) -> Tensor | None:
         """A product back to the model's width, for the next norm to add to the residual."""
-        update = self._narrow_product(x, linear, linear.bias is None and norm is None, overlapped)
-        if add is not None:
+        is_bare = linear.bias is None and norm is None
+        if adapters is None:
+            update = self._narrow_product(x, linear, is_bare, overlapped)
+        else:
+            adapters.read(name, cast(Tensor, x))
+            update = self._narrow_product(x, linear, is_bare, overlapped, waits_last=True)
             into = self._residual[: len(x)] if update is None else update
-            add(cast(Tensor, x), into if into.dim() == 2 else into[0])
+            adapters.add_to(name, into if into.dim() == 2 else into[0])
         if update is not None and norm is not None:
             residual_norm(update, update, None, norm, epsilon=self.spec.norm_eps, overlapped=overlapped)
         return update
 
     def _narrow_product(
-        self, x: Tensor | ScaledRows, linear: DeviceLinear, is_bare: bool, overlapped: bool
+        self,
+        x: Tensor | ScaledRows,
+        linear: DeviceLinear,
+        is_bare: bool,
+        overlapped: bool,
+        *,
+        waits_last: bool = False,
     ) -> Tensor | None:
         """Few rows are left in parts for the next norm to sum. Where nothing stands between product and residual
         (`is_bare`), the product adds itself and nothing is left to add: the norm then moves half as much."""
@@ -364,7 +394,9 @@ class DeviceDecoder:
             cut = narrow_tuning(*linear.weight.shape) or self._small_tuning(linear.weight, splits=True)
             if cut is not None:
                 parts = self._parts_for(cut, x, linear.weight.shape[0])
-                skinny_product(parts, x, linear.weight, tuning=cut, overlapped=overlapped)
+                skinny_product(
+                    parts, x, linear.weight, tuning=cut, overlapped=overlapped, waits_last=waits_last
+                )
                 return parts
         if is_bare:
             residual = self._residual[: len(x)]
@@ -384,7 +416,7 @@ class DeviceDecoder:
         x: Tensor | ScaledRows,
         layer: DeviceLayer,
         overlapped: bool,
-        add: AddToLayer | None = None,
+        adapters: LayerAdapters | None = None,
     ) -> Tensor | None:
         norm = layer.norm_after_feed_forward
         if layer.experts is not None:
@@ -392,19 +424,17 @@ class DeviceDecoder:
             return self._chosen_experts(x, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
         inner: Tensor | ScaledRows
-        if add is not None:  # between the product and its gate
-            wide = self._whole(x, layer.gate_up, self._wide, overlapped)
-            add(GATE_UP, cast(Tensor, x), wide)
+        if adapters is not None:  # between the product and its gate
+            adapters.read(GATE_UP, cast(Tensor, x))
+            wide = self._whole(x, layer.gate_up, self._wide, overlapped, waits_last=True)
             inner = self._narrow[: len(x)]
-            gated_activation(inner, wide, activation=self._activation, overlapped=overlapped)
+            adapters.gate(inner, wide, self._activation)
         elif isinstance(layer.gate_up, ScaledLinear):
             inner = self._scaled_gate(self._quantized(x, overlapped), layer.gate_up, layer.down, overlapped)
         else:
             assert isinstance(x, Tensor)
             inner = self._gate(x, layer.gate_up, overlapped)
-        return self._narrowed(
-            inner, layer.down, norm, overlapped, None if add is None else partial(add, DOWN)
-        )
+        return self._narrowed(inner, layer.down, norm, overlapped, adapters, DOWN)
 
     def _scaled_gate(
         self, x: ScaledRows, gate_up: ScaledLinear, down: DeviceLinear, overlapped: bool

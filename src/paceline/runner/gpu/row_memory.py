@@ -24,7 +24,7 @@ from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, writ
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-NO_PLACE = -1  # of the adapter of a row that has none
+NO_PLACE = 0  # of the adapter of a row that has none; others begin behind it
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
 _PREDICTIONS = 64  # rows that can have one at a time
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
@@ -110,7 +110,6 @@ class RowMemory:
             tokens=self["tokens"].device,
         )
         self._sections["place"].device.fill_(-1)  # no row has rules
-        self._sections["adapter"].device.fill_(NO_PLACE)
         self.tables = [self[name].device for name in tables]
 
     def __getitem__(self, name: str) -> Section:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.runner.gpu.kernels.overlap import wait_and_announce
+from paceline.runner.gpu.kernels.overlap import announce, wait, wait_and_announce
 
 MAX_ROWS = 64
 MAX_GATED_ROWS = 256
@@ -94,11 +94,13 @@ def skinny_product(
     tuning: ProductTuning,
     gated: bool = False,
     overlapped: bool = False,
+    waits_last: bool = False,
 ) -> None:
     """`out` = `x` [rows, inner] times `weight` [columns, inner] transposed.
 
     `out` is [rows, columns] for one part, else float32 [parts, rows, columns]. With `gated`, `weight` is
-    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py.
+    [2 * columns, inner], gate first, and `out` = silu(gate) * up. `overlapped`: see overlap.py; `waits_last`: `x` was
+    complete when the kernel in front of this one began, which does not touch `out` either.
     """
     assert len(x) <= (MAX_GATED_ROWS if gated else MAX_ROWS)
     launch_product(
@@ -112,6 +114,7 @@ def skinny_product(
         STEP=tuning.inner,
         SCALED=False,
         IS_WHOLE=False,
+        WAITS_LAST=waits_last,
     )
 
 
@@ -181,6 +184,7 @@ def product_kernel(
     IS_WHOLE: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    WAITS_LAST: tl.constexpr,
 ):
     """With SCALED both sides have a scale per row, which meet the sums at the end; IS_WHOLE: both are int8."""
     SUM: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
@@ -196,7 +200,10 @@ def product_kernel(
     acc = tl.zeros([TILE, ROWS], SUM)
     up = tl.zeros([TILE, ROWS], SUM)
     PART: tl.constexpr = INNER // PARTS
-    wait_and_announce(OVERLAPPED)
+    if WAITS_LAST:
+        announce(OVERLAPPED)
+    else:
+        wait_and_announce(OVERLAPPED)
     for start in range(part * PART, (part + 1) * PART, STEP):
         w = tl.load(weight_at + start)
         xs = tl.load(x_at + start, mask=(row < rows)[:, None], other=0.0)
@@ -217,3 +224,5 @@ def store_product(out, acc, up, part, rows, row, column, COLUMNS: tl.constexpr, 
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
     tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+    if WAITS_LAST:
+        wait(OVERLAPPED)
