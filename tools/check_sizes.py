@@ -153,13 +153,15 @@ def count_parameters(function: FunctionNode, *, is_method: bool) -> int:
 
 
 def is_kernel(function: FunctionNode) -> bool:
-    """Whether Triton (`@triton.jit`, `@triton.jit(...)`) or numba (`@kernel`, runner/native) compiles it."""
+    """Whether Triton (`@triton.jit`, `@triton.jit(...)`) or numba (`@kernel`, `@apart`, runner/native) compiles it."""
     names = [
         decorator.func if isinstance(decorator, ast.Call) else decorator
         for decorator in function.decorator_list
     ]
     return any(
-        name.attr == "jit" if isinstance(name, ast.Attribute) else getattr(name, "id", "") == "kernel"
+        name.attr == "jit"
+        if isinstance(name, ast.Attribute)
+        else getattr(name, "id", "") in ("kernel", "apart")
         for name in names
     )
 
