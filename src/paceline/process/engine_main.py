@@ -238,12 +238,6 @@ def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
     )
 
 
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # nothing that a library still has to say at the end may keep the process
-
-
 # Memory of several models in one process: what each of them is to know of it before it is loaded, and its owners then.
 #
 # Beside the factory, which makes one engine and knows no other.
@@ -307,3 +301,9 @@ def slab_market(
             Owner(name=share.name, share=share.share, floor=floor, ceiling=kv.most_slabs, home=loaded.home)
         )
     return SlabMarket(memory[0].num_slabs, owners, memory[0].slab_bytes)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # nothing that a library still has to say at the end may keep the process

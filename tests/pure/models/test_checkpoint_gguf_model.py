@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError
-from paceline.models.files.gguf_model import llama3_factors
-from paceline.models.files.open import Checkpoint, open_checkpoint
+from paceline.models.files.open import Checkpoint, llama3_factors, open_checkpoint
 from paceline.models.files.sampling_defaults import FALLBACK, GenerationDefaults
 from paceline.models.files.stored import StoredTensor
 from paceline.models.files.tensor_layout import Piece

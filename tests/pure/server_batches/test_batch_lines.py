@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.server.batches.batch_records import BatchLine
-from paceline.server.batches.lines import MAX_ERRORS, Findings, LineRules, read_body, read_input
+from paceline.server.batches.line_run import MAX_ERRORS, Findings, LineRules, read_body, read_input
 from tests.pure.server_batches.batch_helpers import jsonl, request
 
 RULES = LineRules(endpoint="/v1/chat/completions", models=("tiny",), max_lines=5, max_line_bytes=4096)

@@ -1,4 +1,6 @@
-"""Tree of thought: each round, several next steps are proposed for each answer under way, and the best are kept.
+"""Searches that go on from the best branches: tree of thought, and beam search at the end of the file.
+
+Tree of thought: each round, several next steps are proposed for each answer under way, and the best are kept.
 
 A step ends at `step_end`. Steps are scored by their mean logprob, by votes (the model is asked several times which of
 them is the best) or by a judge (the model is asked for a number behind each).

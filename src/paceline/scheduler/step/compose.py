@@ -31,9 +31,9 @@ from paceline.scheduler.step.admission import (
     Verdict,
 )
 from paceline.scheduler.step.columns import build_joins, build_spans, row_changes
-from paceline.scheduler.step.displacement import Displacement
 from paceline.scheduler.step.pace import make_pace, step_budget
 from paceline.scheduler.step.preemption import pick_victim, preempt
+from paceline.scheduler.step.shortage import Displacement
 
 
 class Composer:

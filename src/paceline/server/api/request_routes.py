@@ -1,4 +1,5 @@
-"""/v1/requests/{id} and /v1/estimate: changing and explaining a request under way; when one would be served."""
+"""/v1/requests/{id} and /v1/estimate: changing and explaining a request under way, its branches; when one would be
+served."""
 
 from __future__ import annotations
 

@@ -35,8 +35,17 @@ from paceline.server.batches.batch_records import (
 )
 from paceline.server.batches.batch_store import RETRY_S, NewFile, ResultWriter, Store, insist
 from paceline.server.batches.database import Database
-from paceline.server.batches.line_run import LineRunner, RunAgain, Withdrawn, not_run, refused
-from paceline.server.batches.lines import Findings, LineRules, read_body, read_input
+from paceline.server.batches.line_run import (
+    Findings,
+    LineRules,
+    LineRunner,
+    RunAgain,
+    Withdrawn,
+    not_run,
+    read_body,
+    read_input,
+    refused,
+)
 from paceline.server.errors import GenerationFailed, problem_of
 from paceline.server.http.request_headers import new_id
 from paceline.server.logs import log
