@@ -102,6 +102,7 @@ def scaled_product(
         STEP=tuning.inner,
         SCALED=True,
         IS_WHOLE=x.q.dtype == torch.int8,
+        WAITS_LAST=False,
     )
 
 

@@ -215,6 +215,8 @@ def product_kernel(
         acc = acc.to(tl.float32) * scale[:, None] * of_row[None, :]
         up = up.to(tl.float32) * up_scale[:, None] * of_row[None, :]
     store_product(out, acc, up, part, rows, row, column, COLUMNS, GATED)
+    if WAITS_LAST:
+        wait(OVERLAPPED)
 
 
 @triton.jit
@@ -224,5 +226,3 @@ def store_product(out, acc, up, part, rows, row, column, COLUMNS: tl.constexpr, 
         acc = acc / (1.0 + tl.exp(-acc)) * up
     into = out + (part * rows + row[None, :]) * COLUMNS + column[:, None]
     tl.store(into, acc.to(out.dtype.element_ty), mask=(row < rows)[None, :])
-    if WAITS_LAST:
-        wait(OVERLAPPED)
