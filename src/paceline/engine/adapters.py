@@ -105,6 +105,11 @@ class Adapters:
     def is_reading(self) -> bool:
         return bool(self._reading)
 
+    @property
+    def is_asked(self) -> bool:
+        """A caller waits for a folder to be read."""
+        return bool(self._asked)
+
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._known.values())
 

@@ -22,6 +22,8 @@ Weights = TypeVar("Weights")
 class CPUSleeper(Generic[Weights]):
     """`load` reads the weights, `make` puts a runner around them."""
 
+    on_gpu = False
+
     def __init__(
         self, load: Callable[[], Weights], make: Callable[[Weights], CPURunner], first: Weights
     ) -> None:

@@ -43,6 +43,7 @@ class Weights:
         self.levels: list[int] = []
         self.failures = 0  # of the next attempts to wake
         self.has_room = True  # on the host
+        self.on_gpu = True
 
     def let_go(self, level: int) -> None:
         assert self.may_leave.wait(20)
