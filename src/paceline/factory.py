@@ -288,7 +288,7 @@ class Built(NamedTuple):
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
     disk: StoreLevel | None = None
-    sleeper: Sleeper | None = None  # on a CPU, of a model without a disk, whose threads go with the step
+    sleeper: Sleeper | None = None
     place: ModelPlace = NOWHERE
 
 
@@ -353,9 +353,9 @@ def _on_cpu(
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = with_costs(config, prices if disk is None else disk.with_rates(prices))
-    adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
+    adapters = sleeper if model.has_adapters else None
     moving = runner if disk is None else disk.start(runner, runner.compute.kv)
-    sleeps = None if disk is not None or model.has_adapters else sleeper
+    sleeps = sleeper if disk is None else None  # threads of a disk go with the step
     return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
 
 

@@ -10,10 +10,11 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from paceline.core.counters import CPUWork
 from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.models.files.adapter import Adapter
 from paceline.runner.cpu import CPURunner
 
 Weights = TypeVar("Weights")
@@ -50,6 +51,21 @@ class CPUSleeper(Generic[Weights]):
             gc.collect()
             with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system
                 ctypes.CDLL(None).malloc_trim(0)
+
+    # As the memory of adapters, whichever runner there is. A model that sleeps has none of them.
+
+    def put(self, number: int, adapter: Adapter) -> None:
+        self._adapters.put(number, adapter)
+
+    def drop(self, number: int) -> None:
+        self._adapters.drop(number)
+
+    def prepare(self, adapter: Adapter) -> Adapter:
+        return getattr(self._adapters, "prepare", lambda same: same)(adapter)  # type: ignore[no-any-return]
+
+    @property
+    def _adapters(self) -> Any:
+        return getattr(None if self._runner is None else self._runner.compute, "adapters", None)
 
     def work(self) -> CPUWork:
         """What the threads have done; of a model that sleeps, before it did."""

@@ -169,10 +169,11 @@ def test_a_sleepers_home_is_lent_once_its_weights_have_left_and_comes_back(
     assert serving.standing(0) is Standing.AWAKE and not serving.trade.market.in_the_way(0)
 
 
-def test_an_operator_is_answered_when_the_weights_have_left(serving: Serving) -> None:
+def test_an_operator_is_answered_when_the_weights_have_left(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers: list[Any] = []
-    model = serving.service._models[0]
-    model.answer = answers.append  # type: ignore[method-assign]
+    monkeypatch.setattr(serving.service._models[0], "answer", answers.append)
     serving.weights[0].may_leave.clear()
     serving.rest(0, WEIGHTS_KEPT)
     for _ in range(5):
@@ -184,7 +185,8 @@ def test_an_operator_is_answered_when_the_weights_have_left(serving: Serving) ->
 
 
 def test_an_adapter_that_is_loaded_for_a_sleeper_wakes_it(serving: Serving) -> None:
-    engine, found = serving.engines[0], []
+    engine = serving.engines[0]
+    found: list[Any] = []
     engine.adapters = Adapters(engine.scheduler, Memory(), read)
     serving.rest(0, WEIGHTS_KEPT)
     engine.adapters.load_later("a", Path("7"), 1, found.append)
