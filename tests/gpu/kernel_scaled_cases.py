@@ -216,16 +216,12 @@ def check_block_product(
     narrow: bool = False,
     gated: bool = False,
 ) -> None:
-    """The product, and the matrix unpacked, with a scale per group of inputs: of int8 in groups of 32, else of e4m3."""
+    """The product, and the matrix unpacked, of e4m3 with a scale per group of inputs."""
     total = columns * (2 if gated else 1)
-    numbers = (shape.random(total, inner) * 40).float()
-    if group == 32:
-        q = numbers.round().clamp(-128, 127).to(torch.int8)
-        q[0, :2] = torch.tensor([-128, 127])
-    else:
-        q = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
-        # Beyond normal numbers, and the largest.
-        q[0, :3] = torch.tensor([2.0**-9, -(2.0**-8), 448.0]).to(q.dtype)
+    q = (shape.random(total, inner) * 40).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    q[0, :3] = torch.tensor([2.0**-9, -(2.0**-8), 448.0]).to(
+        q.dtype
+    )  # beyond normal numbers, and the largest
     scale = (torch.rand(inner // group, total, device=shape.device) + 0.1) * inner**-0.5 / 40
     weight = BlockWeight(q, scale)
     exact = q.double() * scale.double().T.repeat_interleave(group, dim=1)

@@ -84,20 +84,12 @@ def record_of(tensor: StoredTensor) -> Record:
     return Record(INT4, q, floats[:, :groups], floats[:, groups:])
 
 
-GGUF_KINDS = {
-    "Q4_0": INT4,
-    "Q4_1": INT4,
-    "Q4_K": INT4,
-    "Q8_0": INT8,
-}  # types of GGUF files that can be a record
+GGUF_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")  # of GGUF files: what can be a record of four bits
 
 
 def record_of_gguf(tensor: StoredTensor) -> Record:
-    """Groups of 32; of four bits, the first sixteen numbers of a group are the lower halves of its bytes."""
+    """Groups of 32; the first sixteen numbers of a group are the lower halves of its bytes."""
     rows = tensor.shape[0]
-    if tensor.dtype == "Q8_0":
-        blocks = tensor.raw.reshape(rows, -1, 34)
-        return Record(INT8, blocks[:, :, 2:].reshape(tensor.shape), _float16(blocks[:, :, :2])[..., 0])
     if (
         tensor.dtype == "Q4_K"
     ):  # two halves, eight scales and eight minima of six bits, then groups two by two

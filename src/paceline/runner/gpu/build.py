@@ -14,7 +14,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from paceline.models.files.draft_head import HeadFiles, HeadSpec, head_tensors
 from paceline.models.files.open import MADE_UP, SPREAD, Checkpoint
 from paceline.models.files.records import (
     FP8,
-    GGUF_KINDS,
+    GGUF_FOUR_BITS,
     INT4,
     INT8,
     KINDS,
+    Floats,
     Record,
     record_of,
     record_of_gguf,
@@ -317,7 +318,7 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What eight bits would harm most for what they spare.
 _KEPT = ("embed_tokens.weight", "lm_head.weight")
 _QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-BLOCK_GROUPS = (128, 64, 32)  # inputs that share a scale in products of eight bits
+BLOCK_GROUPS = (128, 64, 32)  # inputs that share a scale in products of e4m3
 _FILES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 _BITS = {"fp8": 8, "int8": 8, "int4": 5}  # of a weight, about
 
@@ -381,7 +382,7 @@ class DeviceStorage:
 
     def _kept(self, weights: Sequence[StoredTensor]) -> ScaledWeight | PackedWeight | BlockWeight | None:
         """Matrices as the file has them; None for those that no product takes, which are unpacked."""
-        kinds = {GGUF_KINDS.get(weight.dtype, weight.dtype) for weight in weights}
+        kinds = {INT4 if weight.dtype in GGUF_FOUR_BITS else weight.dtype for weight in weights}
         if (
             self._quantization == "none"
             or len(kinds) > 1
@@ -390,13 +391,13 @@ class DeviceStorage:
         ):
             return None
         records = [
-            record_of_gguf(weight) if weight.dtype in GGUF_KINDS else record_of(weight) for weight in weights
+            record_of_gguf(weight) if weight.dtype in GGUF_FOUR_BITS else record_of(weight)
+            for weight in weights
         ]
-        for weight, record in zip(weights, records, strict=True):
-            check_finite(record.scale, weight.name)
-            if record.offset is not None:
-                check_finite(record.offset, weight.name)
         if kinds == {INT4}:
+            for weight, record in zip(weights, records, strict=True):
+                check_finite(record.scale, weight.name)
+                check_finite(cast(Floats, record.offset), weight.name)
             return self._packed_records(records)
         groups = {record.scale.shape[1] for record in records}
         fits = len(groups) == 1 and all(fits_eight_bits(*record.q.shape) for record in records)
@@ -410,7 +411,7 @@ class DeviceStorage:
         scale = torch.cat([torch.from_numpy(record.scale) for record in records]).to(self._device)
         if groups == {1}:
             return ScaledWeight(q.view(dtype), scale[:, 0].contiguous())
-        fits = q.shape[1] // scale.shape[1] in BLOCK_GROUPS
+        fits = dtype == torch.float8_e4m3fn and q.shape[1] // scale.shape[1] in BLOCK_GROUPS
         return BlockWeight(q.view(dtype), scale.T.contiguous()) if fits else None
 
     def _packed_records(self, records: Sequence[Record]) -> PackedWeight | None:

@@ -48,7 +48,7 @@ class ScaledLinear:
 
 
 class GroupedLinear:
-    """Weights of four bits, or of eight, with scales for groups of inputs; inputs stay as they are."""
+    """Weights of four bits, or of e4m3, with scales for groups of inputs; inputs stay as they are."""
 
     def __init__(self, weight: PackedWeight | BlockWeight, bias: Tensor | None = None) -> None:
         self.weight = weight

@@ -108,7 +108,6 @@ class GPURunner:
         )
         stored = kv_dtype or self._decoder.dtype
         self._pools = KVPools(spec, config.kv, rows.tables, stored, further_layers(head), memory)
-        self.kv_bytes = self._pools.memory.bytes  # of other models too, where memory is shared
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -265,6 +264,10 @@ class GPURunner:
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
         self._swap_pool.copy_out_and_back(count)
+
+    @property
+    def kv_bytes(self) -> Tensor:
+        return self._pools.memory.bytes
 
     def capture_again(self) -> None:
         """After weights or KV came back to another place; only while there are no rows."""

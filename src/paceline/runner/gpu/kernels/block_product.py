@@ -1,9 +1,8 @@
-"""Matrix product with weights of eight bits whose scales stand for groups of inputs, for up to 64 rows of 16 bits.
+"""Matrix product with weights of e4m3 whose scales stand for groups of inputs, for up to 64 rows of 16 bits.
 
-Files of e4m3 in blocks of 128 x 128 are of this kind, and Q8_0 of GGUF, int8 in groups of 32: a scale belongs to a part
-of the inner dimension, so it meets the sums of that part, in float32. Inputs stay as they are. A weight of e4m3 becomes
-bfloat16 by moving its bits, exactly: its four bits of exponent are the lowest four of bfloat16's eight, and 2^120 makes
-up for the other bias. More rows unpack the matrix.
+Files in blocks of 128 x 128 are of this kind: a scale belongs to a part of the inner dimension, so it meets the sums of
+that part, in float32. Inputs stay as they are. A weight becomes bfloat16 by moving its bits, exactly: its four bits of
+exponent are the lowest four of bfloat16's eight, and 2^120 makes up for the other bias. More rows unpack the matrix.
 
 As in `skinny_product`, the weights are the tall operand of the matrix instruction. It must not know the layer.
 """
@@ -30,7 +29,7 @@ _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """`q` [columns, inner] of e4m3 or int8 times `scale` [groups, columns], float32."""
+    """`q` [columns, inner] of e4m3 times `scale` [groups, columns], float32."""
 
     q: Tensor
     scale: Tensor
