@@ -83,7 +83,9 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
-NO_SLEEP = "this model cannot sleep: on a CPU those with --kv-disk-dir or --kv-store stay awake; leave them out"
+NO_SLEEP = (
+    "this model cannot sleep: on a CPU those with --kv-disk-dir or --kv-store stay awake; leave them out"
+)
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
 
