@@ -164,6 +164,16 @@ class Hardware:
     quantization: str = "auto"  # as asked for
 
 
+class ModelPlace(NamedTuple):
+    """Where a model lies in memory that models share."""
+
+    home: range = range(0)  # slabs of its weights, and behind them
+    num_adapter_slabs: int = 0  # those of its adapters
+
+
+NOWHERE = ModelPlace()
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedModel:
     """A model that is ready to serve."""
@@ -179,7 +189,7 @@ class LoadedModel:
     cpu_work: Callable[[], CPUWork]
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     sleeper: Sleeper | None = None  # None: its memory cannot be let go of
-    home: range = range(0)  # slabs with its weights, where memory is shared
+    place: ModelPlace = NOWHERE
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -236,7 +246,7 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper, home = built
+    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper, place = built
     engine = build_engine(
         config,
         runner,
@@ -262,7 +272,7 @@ def load_model(
         cpu_work=cpu_work,
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
         sleeper=sleeper,
-        home=home,
+        place=place,
     )
 
 
@@ -276,8 +286,8 @@ class Built(NamedTuple):
     cpu_work: Callable[[], CPUWork]
     adapters: AdapterMemory | None = None
     disk: StoreLevel | None = None
-    sleeper: Sleeper | None = None  # of a model without adapters and disk: they go with the step
-    home: range = range(0)
+    sleeper: Sleeper | None = None
+    place: ModelPlace = NOWHERE
 
 
 def _on_cpu(
@@ -340,9 +350,9 @@ def _on_cpu(
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = with_costs(config, prices if disk is None else disk.with_rates(prices))
-    adapters = getattr(runner.compute, "adapters", None) if model.has_adapters else None
+    adapters = sleeper if model.has_adapters else None
     moving = runner if disk is None else disk.start(runner, runner.compute.kv)
-    sleeps = None if disk is not None or model.has_adapters else sleeper
+    sleeps = sleeper if disk is None else None  # threads of a disk go with the step
     return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
 
 
@@ -494,7 +504,7 @@ def _on_gpu(
     from paceline.runner.gpu.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
-    from paceline.runner.gpu.slab_memory import GPUSleeper
+    from paceline.runner.gpu.slab_memory import GPUSleeper, OwnHome, SlabHome
     from paceline.runner.gpu.step_times import measured_config
     from paceline.runner.guessers import open_guesser
     from paceline.runner.store_level import StoreLevel
@@ -511,12 +521,14 @@ def _on_gpu(
     scaled = kv_dtype if room is None else None  # adapters know nothing of a file's scales
     note = partial(on_progress, "loading weights")
     load = partial(build.load_parts, checkpoint, device, dtype, note, model.quantization, scaled)
-    memory, home = (None, None) if shared is None else (shared.device, shared.device.home())
+    home: OwnHome | SlabHome = shared.device.home() if shared is not None else OwnHome(device)
     parts = load(home)
     on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)
+    if room is not None:
+        room = replace(room, memory=home.beside(room.pool_bytes(spec, dtype)))
     config = engine_config(checkpoint.spec.group_windows, sizes)
     per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
     name = torch.cuda.get_device_name(device)
@@ -526,18 +538,19 @@ def _on_gpu(
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = with_drafts(config, drafts)
-    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room, "memory": memory}
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    more["memory"] = None if shared is None else shared.device
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
     has_pace = bool(given.get("step_target_ms")) or (interactive and "max_num_batched_tokens" not in given)
     config = measured_config(config, runner, spec, kv_dtype.itemsize, drafts, disk, has_pace=has_pace)
     runner.host_places.pin_rest()
     hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)
-    built = Built(config, moving, hardware, (), CPUWork, runner.adapters, disk)
-    if home is None:
-        return built
-    stays = disk or room or spec.experts  # experts are stacked elsewhere
-    return built._replace(sleeper=None if stays else GPUSleeper(home, load, runner), home=home.slabs)
+    if isinstance(home, OwnHome):
+        home.blank.append(runner.kv_bytes)
+    sleeper = GPUSleeper(home, load, moving, runner.capture_again)
+    place = NOWHERE if isinstance(home, OwnHome) else ModelPlace(home.slabs, home.num_beside)
+    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk, sleeper, place)
 
 
 def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:

@@ -53,7 +53,8 @@ class SlabMoves:
             engine.move_slab(self._rng.choice(absent), gained=True)
             self._counts["slab gained"] += 1
         elif self._rng.random() < 0.08:
-            engine.sleep()
+            # The runner is the same: what is below the device may stay or be forgotten.
+            engine.sleep(keeps_below=self._rng.random() < 0.5)
             for slab in have:
                 assert engine.move_slab(slab, gained=False)
             self._gain_floor()

@@ -32,6 +32,7 @@ from paceline.runner.gpu.build import DeviceStorage, load_parts
 from paceline.runner.gpu.device_layers import device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
 from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear, dense_matrix
+from paceline.runner.gpu.slab_memory import SlabMemory
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows
 from tests.pure.models.quantized_files import FORMATS, WITH_EXPERTS, save, written
@@ -166,6 +167,16 @@ def test_experts_of_files_stay_quantised(name: str, bits: int, tmp_path: Path) -
     weights = layer.experts.weights
     assert (weights.gate_up.bits, weights.down.bits) == (bits, bits)
     assert (weights.gate_up.shape, weights.down.shape) == ((3, 512, 128), (3, 128, 256))
+    # In a home they lie as their kernel wants them: nothing is stacked.
+    home = SlabMemory(4, 1 << 20, cpu).home()
+    parts = load_parts(checkpoint, cpu, torch.float32, home=home)
+    placed = device_layer(parts.layers[0], checkpoint.spec, cpu, torch.float32).experts
+    assert placed is not None
+    for mine, other in ((placed.weights.gate_up, weights.gate_up), (placed.weights.down, weights.down)):
+        assert mine.scale is not None and other.scale is not None
+        for here, there in ((mine.q, other.q), (mine.scale, other.scale)):
+            assert here.untyped_storage().nbytes() == 4 << 20 and here.stride() == there.stride()
+            assert torch.equal(here.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, LoRARequest, SamplingParams
+from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.errors import ConfigError
 from paceline.models.files import open as files
+from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.model_folder import write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest
 
@@ -110,3 +112,23 @@ def test_a_quantised_file_is_not_quantised_again(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(files, "open_checkpoint", with_quantised_tensors)
     with pytest.raises(ConfigError, match="quantised already .Q4_1.; leave it at auto"):
         LLM(str(folder), quantization="int8", **OPTIONS)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_adapters_are_read_again_after_a_sleep(folder: Path, tmp_path: Path, backend: str) -> None:
+    llm = LLM(str(folder), cpu_backend=backend, enable_lora=True, max_lora_rank=8, **OPTIONS)
+    arrays = adapter_arrays(llm.loaded.checkpoint.spec, rank=4, seed=3)
+    own = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", arrays, rank=4)))
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        outputs = llm.generate(PROMPTS[1:], sampling, use_tqdm=False, lora_request=[own, None])
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected, sleeper = tokens(), llm.loaded.sleeper
+    assert sleeper is not None
+    for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
+        llm.loaded.engine.sleep()
+        sleeper.let_go(level)
+        llm.loaded.engine.wake(sleeper.open())
+        assert tokens() == expected

@@ -11,13 +11,23 @@ import pytest
 import torch
 
 from paceline.config.engine import GroupSpec, KVConfig
+from paceline.core.counters import SlabUse
 from paceline.core.plan import NO_SWAPS, BlockAppends, BlockCopies, StepPlan, Swaps
+from paceline.kv.slabs import Owner, SlabMarket
 from paceline.models.files.open import open_checkpoint
 from paceline.models.layers import DenseLinear
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool, part_shape
-from paceline.runner.gpu.slab_memory import MIB, PartShape, SlabMemory, choose_slab_bytes
+from paceline.runner.gpu.slab_memory import (
+    MIB,
+    GPUSleeper,
+    Home,
+    OwnHome,
+    PartShape,
+    SlabMemory,
+    choose_slab_bytes,
+)
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -135,7 +145,7 @@ def test_weights_come_back_to_where_they_were(is_kept: bool) -> None:
     random = torch.Generator().manual_seed(1)
     matrices = [torch.randn(16, 24, generator=random), torch.randn(40, 30, generator=random).T]
     home = memory.home()
-    placed = [home.place(DenseLinear(each.clone())) for each in matrices]
+    placed = [home.place(DenseLinear(each.clone()), str(place)) for place, each in enumerate(matrices)]
     assert home.slabs == range(1, 3) and memory.home().slabs.start == 3
     weights: list[torch.Tensor] = [each.weight for each in placed]  # type: ignore[attr-defined]
     addresses = [weight.data_ptr() for weight in weights]
@@ -145,13 +155,61 @@ def test_weights_come_back_to_where_they_were(is_kept: bool) -> None:
     if not home.bring_back():
         assert not is_kept
         again = home.again()
-        for matrix in matrices:
-            again.place(DenseLinear(matrix.clone()))
-        assert again.slabs == home.slabs
+        for place in (1, 0):  # threads read them, in any order
+            again.place(DenseLinear(matrices[place].clone()), str(place))
     assert [weight.data_ptr() for weight in weights] == addresses
     assert all(torch.equal(*pair) for pair in zip(weights, matrices, strict=True))
     with pytest.raises(torch.OutOfMemoryError, match="do not fit"):
-        memory.home().place(DenseLinear(torch.zeros(1 << 12)))
+        memory.home().place(DenseLinear(torch.zeros(1 << 12)), "too large")
+
+
+def test_adapters_have_the_slabs_behind_the_weights() -> None:
+    memory = SlabMemory(8, 4096, CPU)
+    home = memory.home()
+    home.place(DenseLinear(torch.zeros(16, 24)), "a")
+    pool = home.beside(4097)
+    assert len(pool) == 4097 and pool.data_ptr() == memory.bytes[2 * 4096 :].data_ptr()
+    assert home.slabs == range(1, 4) and home.num_beside == 2 and memory.home().slabs.start == 4
+    owner = Owner(name="a", floor=1, ceiling=8, home=home.slabs, num_adapter_slabs=home.num_beside)
+    market = SlabMarket(8, [owner])
+    assert market.use(0) == SlabUse(kv=0, weights=1, adapters=2, all=7)
+    home.keep()
+    memory.bytes.fill_(1)
+    home.bring_back()
+    assert pool.all(), "adapters are read again: they are not kept"
+    market.leave_home(0)
+    assert market.use(0) == SlabUse(all=7)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_of_a_model_alone_goes_and_comes_back(is_kept: bool) -> None:
+    home = OwnHome(CPU)
+    linear: DenseLinear = DenseLinear(torch.randn(16, 24))
+    expected = linear.weight.clone()
+    home.place(linear, "a")
+    pool = home.beside(100)
+    home.blank.append(torch.ones(50, dtype=torch.uint8))
+
+    def load(into: Home) -> None:
+        into.place(DenseLinear(expected.clone()), "a")
+
+    class Gone(Exception):
+        pass
+
+    def fail(_: Home) -> None:
+        raise Gone
+
+    runner: Any = object()
+    sleeper = GPUSleeper(home, fail, runner)
+    sleeper.let_go(1 if is_kept else 2)
+    assert not any(each.untyped_storage().nbytes() for each in (linear.weight, *home.blank))
+    if not is_kept:
+        with pytest.raises(Gone):
+            sleeper.open()
+        assert not linear.weight.untyped_storage().nbytes(), "a wake that fails takes no memory"
+        sleeper._load = load
+    assert sleeper.open() is runner
+    assert torch.equal(linear.weight, expected) and not pool.any() and not home.blank[1].any()
 
 
 def test_the_size_of_slabs_wastes_little() -> None:

@@ -65,6 +65,7 @@ class SlabUse(NamedTuple):
 
     kv: int = 0
     weights: int = 0
+    adapters: int = 0
     all: int = 0
 
 

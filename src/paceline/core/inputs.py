@@ -274,7 +274,9 @@ class StepFailed(Input):
 
 @_logged_as("sleep")
 class Sleep(Input):
-    """The runner's memory is let go of: rows and cached prefixes with it."""
+    """The runner's memory is let go of: rows, adapters and cached prefixes with it."""
+
+    keeps_below: bool  # prefixes in host memory and on a disk stay
 
 
 @_logged_as("slab")

@@ -21,6 +21,9 @@ class Standing(StrEnum):
 class Sleeper(Protocol):
     """Memory of a model that can be let go of and brought back."""
 
+    # Its memory on the host stays, and weights may take a while to leave.
+    on_gpu: bool
+
     def let_go(self, level: int) -> None:
         """Drop the runner, of which no caller has any use now, and at the second level the weights."""
         ...

@@ -108,6 +108,11 @@ class Adapters:
     def is_reading(self) -> bool:
         return bool(self._reading or self._copied)
 
+    @property
+    def is_asked(self) -> bool:
+        """A caller waits for a folder to be read."""
+        return bool(self._asked)
+
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._known.values())
 

@@ -266,7 +266,8 @@ def _sleeping(seat: Seat, engine: Engine) -> Iterator[str]:
     state = engine.scheduler.state
     in_use = sum(group.pool.usable - group.pool.num_free for group in state.kv.groups)
     places = [request.id for request in state.requests.values() if request.host_places]
-    cached = sum(len(part.cache.entries()) for level in state.kv.levels for part in level)
+    levels = state.kv.levels[:1] if state.keeps_below else state.kv.levels
+    cached = sum(len(part.cache.entries()) for level in levels for part in level)
     if engine.is_asleep and (state.rows.num_live or in_use or places or cached):
         yield (
             f"M2: the model {seat.config.name!r} sleeps with {state.rows.num_live} rows, {in_use} blocks in use, "

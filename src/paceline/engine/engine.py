@@ -367,11 +367,14 @@ class Engine:
         """Nothing is under way; a further step would do nothing until something new comes in."""
         return not self._in_flight and not self.scheduler.has_open_copies
 
-    def sleep(self) -> None:
-        """Let go of the runner and all its memory. Requests stay: rows are preempted, and computed again once awake."""
+    def sleep(self, *, keeps_below: bool = False) -> None:
+        """Let go of the runner and all its memory. Requests stay: rows are preempted, and computed again once awake.
+        `keeps_below`: the next runner has the same memory on the host, with the prefixes there."""
         while self._in_flight:
             self._wait()
-        self.scheduler.sleep()
+        self._runner.reset(StepPlan(seq=self.num_submitted, full=True))  # no copy is under way behind this
+        self.scheduler.sleep(keeps_below=keeps_below)
+        self.adapters.obey()
         self._runner = _NoRunner()
         if self.checker is not None:
             self.checker.after_update(None)
@@ -399,7 +402,9 @@ class Engine:
         try:
             self.drain()
             until_s = self._clock.now() + LONGEST_WRITE_S
-            while not (self.has_requests or self.is_idle or self._failures) and self._clock.now() < until_s:
+            while not (self.has_requests or self.is_idle or self._failures or self.is_asleep) and (
+                self._clock.now() < until_s
+            ):
                 self.step()
         finally:
             self.on_close()

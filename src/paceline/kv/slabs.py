@@ -28,7 +28,8 @@ class Owner:
     share: float = 1.0  # of what is there beside the floors
     floor: int = 1
     ceiling: int
-    home: range = range(0)  # where its weights are while it is awake
+    home: range = range(0)  # where its weights are while it is awake, and behind them
+    num_adapter_slabs: int = 0  # its adapters
 
 
 class SlabMarket:
@@ -59,8 +60,10 @@ class SlabMarket:
 
     def use(self, owner: int) -> SlabUse:
         """What it has of all slabs but the null slab."""
-        weights = len(self.owners[owner].home) if self._is_home[owner] else 0
-        return SlabUse(self._kv_of.count(owner), weights, self.num_slabs - 1)
+        model, is_home = self.owners[owner], self._is_home[owner]
+        adapters = model.num_adapter_slabs if is_home else 0
+        weights = len(model.home) - adapters if is_home else 0
+        return SlabUse(self._kv_of.count(owner), weights, adapters, self.num_slabs - 1)
 
     def free(self) -> list[int]:
         """Free slabs, homes of sleepers last: they have to be given back."""

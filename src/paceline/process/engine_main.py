@@ -298,7 +298,14 @@ def slab_market(
         kv = loaded.config.kv
         floor = kv.least_blocks // kv.slab_blocks
         owners.append(
-            Owner(name=share.name, share=share.share, floor=floor, ceiling=kv.most_slabs, home=loaded.home)
+            Owner(
+                name=share.name,
+                share=share.share,
+                floor=floor,
+                ceiling=kv.most_slabs,
+                home=loaded.place.home,
+                num_adapter_slabs=loaded.place.num_adapter_slabs,
+            )
         )
     return SlabMarket(memory[0].num_slabs, owners, memory[0].slab_bytes)
 

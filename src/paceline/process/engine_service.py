@@ -84,8 +84,7 @@ def set_up_logs() -> LogQueue:
 
 
 NO_SLEEP = (
-    "this model cannot sleep: on a GPU those alone and those of experts stay awake, and so do models with adapters, "
-    "--kv-disk-dir or --kv-store"
+    "this model cannot sleep: on a CPU those with --kv-disk-dir or --kv-store stay awake; leave them out"
 )
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
@@ -151,6 +150,9 @@ class EngineService:
         ]
         self._waking: dict[int, Waking] = {}
         self._leaving: dict[int, Leaving] = {}
+        self._told_later: list[
+            tuple[int, int]
+        ] = []  # model and question of operators who wait for it to leave
         self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
         for model in self._models[1:]:
             model.tells_load = False
@@ -290,6 +292,9 @@ class EngineService:
                 self._put_to_sleep(SleepOrder(number, asked.level))
         except SleepRefused as error:
             rejected = rejected_with(error)
+        if asked.level and number in self._leaving and rejected is None:
+            self._told_later.append((number, asked.question))  # its memory is free when it is answered
+            return
         model.answer(frames.Rested(asked.question, seat.standing, rejected))
 
     def _check_sleep(self, number: int, asked: frames.Rest) -> None:
@@ -313,10 +318,10 @@ class EngineService:
                 del self._waking[number]
                 self._finish_waking(number, waking)
         for number, leaving in list(self._leaving.items()):
-            if not leaving.is_alive() and self._trade is not None:
+            if not leaving.is_alive():
                 del self._leaving[number]
-                self._trade.slept(number)
-        busy = [model.engine.has_requests for model in self._models]
+                self._finish_leaving(number)
+        busy = [model.engine.has_requests or model.engine.adapters.is_asked for model in self._models]
         for order in self._conductor.orders(time.monotonic(), busy):
             if order.level:
                 self._put_to_sleep(order)
@@ -327,10 +332,10 @@ class EngineService:
         model = self._models[order.model]
         assert model.sleeper is not None
         if not model.engine.is_asleep:
-            model.engine.sleep()
+            model.engine.sleep(keeps_below=model.sleeper.on_gpu)
             model.deliver_rest()
         level = max(order.level, self._conductor.seats[order.model].level)
-        if self._trade is None:
+        if not model.sleeper.on_gpu:
             model.sleeper.let_go(level)
         elif order.model not in self._leaving:
             self._leaving[order.model] = Leaving(model, level)
@@ -338,6 +343,14 @@ class EngineService:
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
         _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
+
+    def _finish_leaving(self, number: int) -> None:
+        if self._trade is not None:
+            self._trade.slept(number)
+        for question in [question for model, question in self._told_later if model == number]:
+            standing = self._conductor.seats[number].standing
+            self._models[number].answer(frames.Rested(question, standing, None))
+        self._told_later = [each for each in self._told_later if each[0] != number]
 
     def _begin_to_wake(self, number: int) -> None:
         if number in self._leaving or (self._trade is not None and not self._trade.make_room(number)):

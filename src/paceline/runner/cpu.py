@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from paceline.core.plan import (
 )
 from paceline.core.pulse import Pulse
 from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
@@ -499,6 +500,8 @@ Weights = TypeVar("Weights")
 class CPUSleeper(Generic[Weights]):
     """`load` reads the weights, `make` puts a runner around them."""
 
+    on_gpu = False
+
     def __init__(
         self, load: Callable[[], Weights], make: Callable[[Weights], CPURunner], first: Weights
     ) -> None:
@@ -525,6 +528,21 @@ class CPUSleeper(Generic[Weights]):
             gc.collect()
             with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system
                 ctypes.CDLL(None).malloc_trim(0)
+
+    # As the memory of adapters, whichever runner there is. A model that sleeps has none of them.
+
+    def put(self, number: int, adapter: Adapter) -> None:
+        self._adapters.put(number, adapter)
+
+    def drop(self, number: int) -> None:
+        self._adapters.drop(number)
+
+    def prepare(self, adapter: Adapter) -> Adapter:
+        return getattr(self._adapters, "prepare", lambda same: same)(adapter)  # type: ignore[no-any-return]
+
+    @property
+    def _adapters(self) -> Any:
+        return getattr(None if self._runner is None else self._runner.compute, "adapters", None)
 
     def work(self) -> CPUWork:
         """What the threads have done; of a model that sleeps, before it did."""

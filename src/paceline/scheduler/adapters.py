@@ -171,6 +171,14 @@ class AdapterPlaces:
         if self.leaving[number] <= self._completed:
             self._let_go(number)
 
+    def let_go_of_all(self) -> None:
+        """Their memory goes; no row has one and no step is under way. They are read again when a request asks."""
+        for number in list(self.leaving):
+            self._let_go(number)
+        self.last_plan.clear()
+        for number in list(self.resident):
+            self._evict(number)
+
     def _let_go(self, number: int) -> None:
         del self.leaving[number]
         self.orders.append(Order(number, comes=False))

@@ -72,8 +72,9 @@ def start_over(state: SchedulerState) -> None:
     state.leaves, state.joins = [], []
 
 
-def let_go(state: SchedulerState) -> None:
-    """The runner's memory goes, on the device and on the host: no request keeps a row, a block or a place."""
+def let_go(state: SchedulerState, *, keeps_below: bool) -> None:
+    """The runner's memory goes: no request keeps a row, a block or a place. `keeps_below`: that of the host stays, with
+    the prefixes that are there."""
     assert not state.flights, "no step is under way"
     kv = state.kv
     kv.abandon()
@@ -82,10 +83,12 @@ def let_go(state: SchedulerState) -> None:
         _restart(state, row, False, Rule.SLEEP)
     for request in [each for each in state.requests.values() if each.host_places]:
         forget_places(state, request)
-    kv.reset_cache()
+    kv.reset_cache(below=not keeps_below)
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.adapters.let_go_of_all()
     state.num_sleeps += 1
+    state.keeps_below = keeps_below
 
 
 def is_slab_in_use(state: SchedulerState, slab: int) -> bool:

@@ -478,10 +478,11 @@ class Scheduler:
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
 
-    def sleep(self) -> None:
-        """The runner is let go of, with all its memory. Only while no step is under way."""
-        self._input(inputs.Sleep())
-        let_go(self.state)
+    def sleep(self, *, keeps_below: bool = False) -> None:
+        """The runner's memory is let go of: on the device, and on the host too unless `keeps_below`. Only while neither
+        a step nor a copy is under way."""
+        self._input(inputs.Sleep(keeps_below=keeps_below))
+        let_go(self.state, keeps_below=keeps_below)
         self.composer.forget()
         self._has_slept = True
 

@@ -191,6 +191,7 @@ class SchedulerState:
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
         self.computing: dict[bytes, RequestId] = {}  # prefix keys that running prompts will publish
         self.leaves: list[int] = []
+        self.keeps_below = False  # of the last sleep: the host's memory stayed
         self.num_sleeps = 0  # after each of them all rows are empty, without a plan that says so
         self.joins: list[Join] = []
         self.flights: deque[Flight] = deque()

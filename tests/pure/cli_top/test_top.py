@@ -147,7 +147,7 @@ def busy() -> ServerPicture:
                 "running": 128,
                 "waiting": 1_234,
                 "part": 0.25 * number,
-                "slabs": [123, 45, 678],
+                "slabs": [123, 45, 6, 678],
             }
             for number in (1, 3)
         ],
@@ -193,7 +193,7 @@ def test_models_and_adapters_have_their_lines() -> None:
     for second in range(2):
         again = json.loads(json.dumps(message))
         again["engine"]["snapshot"]["time_s"] = 100.0 + second
-        shared = {"share": 0.5, "standing": "awake", "running": 1, "waiting": 0, "slabs": [0, 0, 0]}
+        shared = {"share": 0.5, "standing": "awake", "running": 1, "waiting": 0, "slabs": [0, 0, 0, 0]}
         again["server"]["models"] = [
             {"name": "left", "device_s": 10.0 + 3 * second, **shared},
             {"name": "right", "device_s": 20.0 + second, **shared},

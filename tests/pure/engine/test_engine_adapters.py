@@ -117,10 +117,14 @@ def test_an_engine_without_adapters_loads_none() -> None:
 # ---------------------------------------------------------------- fewer places than adapters
 
 
+def engine_of(depth: int) -> EngineConfig:
+    scheduler = SchedulerConfig(max_num_seqs=4, max_loras=1)
+    return EngineConfig(kv=KVConfig(num_blocks=64), scheduler=scheduler, depth=depth)
+
+
 def crowded(depth: int = 1) -> tuple[Engine, Memory, HeldReads]:
     """Three adapters, the first of them in the only place."""
-    scheduler = SchedulerConfig(max_num_seqs=4, max_loras=1)
-    config = EngineConfig(kv=KVConfig(num_blocks=64), scheduler=scheduler, depth=depth)
+    config = engine_of(depth)
     memory, reads = Memory(), HeldReads()
     engine = build_engine(
         config,
@@ -148,6 +152,27 @@ def test_adapters_take_turns_in_one_place(depth: int) -> None:
             break
     assert ended == [1, 2, 3, 2], "no request passes one that waits for the place"
     assert engine.scheduler.state.adapters.read == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_sleep_lets_go_of_all_adapters_and_they_are_read_again(depth: int) -> None:
+    engine, memory, reads = crowded(depth)
+    step = engine.step_overlapped if depth else engine.step
+    asked = [engine.add([1, 2, number], SAMPLING, adapter=number)[0] for number in (1, 2)]
+    for _ in range(3):
+        step()
+    engine.sleep(keeps_below=True)
+    assert not memory.held and not engine.scheduler.state.adapters.resident
+    assert engine.unload_adapter(3), "one that no request has can go meanwhile"
+    engine.wake(FakeRunner(engine_of(depth)))
+    ended: list[int] = []
+    for _ in range(100):
+        ended += [finished.request for finished in step().finished]
+        assert len(memory.held) <= 1
+        reads.finish()
+        if not engine.has_requests:
+            break
+    assert ended == asked and engine.scheduler.state.adapters.read == 2
 
 
 def test_steps_go_on_while_a_folder_is_read() -> None:

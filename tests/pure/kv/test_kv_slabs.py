@@ -37,7 +37,7 @@ def test_free_slabs_are_taken_up_to_the_ceiling_and_the_first_is_never_given() -
     assert taken == [4, 5, 6, 7, 8, 9, 10, 11, None]
     assert both.owner(0) == FREE and both.slabs(0) == [1, 2, 3] and both.above_floor(1) == 7
     both.give(2)
-    assert both.use(0) == (2, 0, 11) and both.use(1) == (8, 0, 11)
+    assert both.use(0) == (2, 0, 0, 11) and both.use(1) == (8, 0, 0, 11)
     assert both.take(0) == 2
 
 

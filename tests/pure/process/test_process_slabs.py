@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.core.plan import Runner
 from paceline.core.pulse import Pulse
 from paceline.core.sampling import SamplingParams
 from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT, Standing
+from paceline.engine.adapters import Adapters
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.engine.slab_trade import broken_slabs
 from paceline.factory import build_engine
@@ -26,6 +28,7 @@ from paceline.kv.slabs import Owner, SlabMarket
 from paceline.process import frames
 from paceline.process.channel import Channel, make_header
 from paceline.process.engine_service import EngineService, LogQueue
+from tests.fake_adapters import Memory, read
 from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import engine_config, prompt
 
@@ -43,6 +46,7 @@ class Weights:
         self.levels: list[int] = []
         self.failures = 0  # of the next attempts to wake
         self.has_room = True  # on the host
+        self.on_gpu = True
 
     def let_go(self, level: int) -> None:
         assert self.may_leave.wait(20)
@@ -163,6 +167,31 @@ def test_a_sleepers_home_is_lent_once_its_weights_have_left_and_comes_back(
     serving.add(0)
     serving.until(serving.answered)
     assert serving.standing(0) is Standing.AWAKE and not serving.trade.market.in_the_way(0)
+
+
+def test_an_operator_is_answered_when_the_weights_have_left(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    monkeypatch.setattr(serving.service._models[0], "answer", answers.append)
+    serving.weights[0].may_leave.clear()
+    serving.rest(0, WEIGHTS_KEPT)
+    for _ in range(5):
+        serving.service._turn()
+    assert serving.standing(0) is Standing.ASLEEP and not answers
+    serving.weights[0].may_leave.set()
+    serving.until(lambda: bool(answers))
+    assert [(each.question, each.standing, each.rejected) for each in answers] == [(1, "asleep", None)]
+
+
+def test_an_adapter_that_is_loaded_for_a_sleeper_wakes_it(serving: Serving) -> None:
+    engine = serving.engines[0]
+    found: list[Any] = []
+    engine.adapters = Adapters(engine.scheduler, Memory(), read)
+    serving.rest(0, WEIGHTS_KEPT)
+    engine.adapters.load_later("a", Path("7"), 1, found.append)
+    serving.until(lambda: bool(found))
+    assert serving.standing(0) is Standing.AWAKE and found[0].number == 1
 
 
 def test_weights_that_cannot_be_kept_are_read_again(serving: Serving) -> None:

@@ -122,14 +122,15 @@ def _model_lines(figures: Figures, width: int) -> list[Text]:
     total = sum(model["share"] for model in figures.models)
     lines = []
     for model in figures.models:
-        part, (kv, weights, slabs) = model["part"], model["slabs"]
+        part, (kv, weights, adapters, slabs) = model["part"], model["slabs"]
+        uses = f"{kv:,}+{weights:,}" + (f"+{adapters:,}" if adapters else "")
         head = _line("model", shown(model["name"])[:13], width)
         words = [
             Text(f"  {model['standing']}", style="" if model["standing"] == "awake" else "yellow"),
             Text(f"  {'idle' if part is None else f'{part:.0%}'} of {model['share'] / total:.0%}"),
             Text(f"  {model['device_s']:,.1f} s"),
             Text(f"  {model['running']:,} run {model['waiting']:,} wait"),
-            Text(f"  {kv:,}+{weights:,} of {slabs:,} slabs" if slabs else ""),
+            Text(f"  {uses} of {slabs:,} slabs" if slabs else ""),
         ]
         lines.append(_barred(head, [(part or 0.0, "█", "green")], words, width))
     return lines

@@ -57,6 +57,7 @@ class AdapterRoom:
 
     places: int
     max_rank: int
+    memory: Tensor | None = None  # bytes of the pool; None: its own
 
     @classmethod
     def of(cls, model: ModelConfig, max_loras: int) -> AdapterRoom | None:
@@ -75,12 +76,16 @@ class AdapterRoom:
         each = sum(part.inputs + part.outputs for product in products_of(spec).values() for part in product)
         return spec.num_layers * self.panels * PANEL * each
 
+    def pool_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Of all places."""
+        return self.places * self.entries(spec) * dtype.itemsize
+
     def num_bytes(self, spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
         """Of all places, and of what a step needs beside."""
         low = low_entries(max_tokens, self.panels * PANEL)
         parts = spec.num_layers * sum(len(product) for product in products_of(spec).values())
         bases = parts * max_tiles(max_tokens, 1 + self.places, LEAST_ROWS)
-        return self.places * self.entries(spec) * dtype.itemsize + 4 * (low + bases + 4 * max_tokens)
+        return self.pool_bytes(spec, dtype) + 4 * (low + bases + 4 * max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +143,11 @@ class DeviceAdapters:
         table = torch.full(
             (1 + room.places, spec.num_layers, len(self._parts)), NOTHING, dtype=torch.int32, device=device
         )
+        memory_of_pool = room.memory
+        if memory_of_pool is None:
+            memory_of_pool = torch.zeros(room.pool_bytes(spec, dtype), dtype=torch.uint8, device=device)
         pool = AdapterPool(
-            entries=torch.zeros(room.places * self._place_entries, dtype=dtype, device=device),
+            entries=memory_of_pool.view(dtype),
             table=table,
             panels=torch.zeros(1 + room.places, dtype=torch.int32, device=device),
             most_panels=room.panels,

@@ -99,7 +99,8 @@ def load_parts(
     home: Home | None = None,
 ) -> Parts:
     """The decoder's parts with every matrix on the device, in its `home` if it has one."""
-    storage = DeviceStorage(device, dtype, quantization, home)
+    num_experts = 0 if checkpoint.spec.experts is None else checkpoint.spec.experts.num_experts
+    storage = DeviceStorage(device, dtype, quantization, home, num_experts)
     try:
         parts = build_decoder(checkpoint, 2, storage, on_layer).parts
         if storage.unpacked and quantization == "auto":
@@ -207,10 +208,10 @@ def share_memory(
     memory_bytes: int | None,
     device: torch.device,
 ) -> tuple[SlabMemory, int]:
-    """The memory of several models, and how many of its slabs are for KV, about: the weights take the others.
-    `memory_bytes`: of weights and KV; None: what the GPU has beside the steps of all models."""
+    """The memory of several models, and how many of its slabs are for KV, about: weights and adapters take the others.
+    `memory_bytes`: of all of these; None: what the GPU has beside the steps of all models."""
     free, total = torch.cuda.mem_get_info(device)
-    shapes, weights, left = [], 0, free
+    shapes, weights, adapters, left = [], 0, 0, free
     for model, given, checkpoint in models:
         spec, dtype = checkpoint.spec, choose_dtype(model, checkpoint)
         sizes = step_sizes(spec, given, total)
@@ -220,17 +221,19 @@ def share_memory(
         shapes.append(part_shape(spec, choose_kv_dtype(model, dtype)))
         weights += num_parameters(spec) * _BITS.get(model.quantization, 8 * dtype.itemsize) // 8
         room = AdapterRoom.of(model, given.get("max_loras", 0))
-        left -= buffer_bytes(model, spec, sizes, dtype, None, room) + RESERVE
+        pool = 0 if room is None else room.pool_bytes(spec, dtype)
+        adapters += pool
+        left -= buffer_bytes(model, spec, sizes, dtype, None, room) - pool + RESERVE
     utilization = min(model.gpu_memory_utilization for model, _, _ in models)
     usable = memory_bytes or left - int(total * (1 - utilization))
     slab_bytes = choose_slab_bytes(shapes)
     num_slabs = usable // slab_bytes
-    kv_slabs = num_slabs - 1 - len(models) - weights // slab_bytes
+    kv_slabs = num_slabs - 1 - len(models) - (weights + adapters) // slab_bytes
     if kv_slabs < len(models):
         raise ConfigError(
             f"{free / GIB:.1f} GiB of the GPU are free, {usable / GIB:.1f} of them for weights and KV of "
-            f"{len(models)} models, and the weights take {weights / GIB:.1f}: take fewer or smaller models, or lower "
-            "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+            f"{len(models)} models, and the weights take {weights / GIB:.1f}, adapters {adapters / GIB:.1f}: take "
+            "fewer or smaller models, or lower --max-loras, --max-num-seqs, --max-num-batched-tokens or --max-model-len"
         )
     try:
         return SlabMemory(num_slabs, slab_bytes, device), kv_slabs
@@ -330,10 +333,11 @@ class DeviceStorage:
         dtype: torch.dtype,
         quantization: str = "auto",
         home: Home | None = None,
+        num_experts: int = 0,
     ) -> None:
-        """`home`: where matrices are to lie; None: anywhere."""
+        """`home`: where matrices are to lie; None: anywhere. `num_experts`: of a layer."""
         self._device, self._dtype = device, dtype
-        self._home = home
+        self._home, self._num_experts = home, num_experts
         self._quantization = quantization
         self._eight_bits = _QUANTIZED.get(quantization)
         self._tables: dict[str, Tensor] = {}
@@ -343,7 +347,7 @@ class DeviceStorage:
         if len(weights) == 1 and weights[0].name in self._tables:
             return DenseLinear(self._tables[weights[0].name])
         made = self._linear(weights, bias)
-        return made if self._home is None else self._home.place(made)
+        return made if self._home is None else self._home.place(made, weights[0].name, self._num_experts)
 
     def _linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
         bias = None if bias is None else bias.to(self._device, self._dtype)
@@ -372,7 +376,7 @@ class DeviceStorage:
         if weight.name not in self._tables:
             made = DenseLinear(self._moved(weight))
             if self._home is not None:
-                self._home.place(made)
+                self._home.place(made, weight.name)
             self._tables[weight.name] = made.weight
         return DenseLinear(self._tables[weight.name])
 

@@ -109,12 +109,26 @@ def stacked_matrices(linears: Sequence[DeviceLinear], dtype: torch.dtype) -> Exp
     if len({type(weight) for weight in weights}) > 1:
         weights = [dense_matrix(linear, dtype) for linear in linears]
     if isinstance(weights[0], Tensor):
-        return ExpertMatrices(q=torch.stack(cast(list[Tensor], weights)))
+        return ExpertMatrices(q=_stack(cast(list[Tensor], weights)))
     kept = [weight for weight in weights if not isinstance(weight, Tensor)]
-    kind = kept[0].q.dtype
-    # torch stacks no e4m3 everywhere.
-    q = torch.stack([each.q.view(torch.uint8) if kind.itemsize == 1 else each.q for each in kept])
-    return ExpertMatrices(q=q.view(kind), scale=torch.stack([_scales(each) for each in kept]))
+    return ExpertMatrices(q=_stack([each.q for each in kept]), scale=_stack([_scales(each) for each in kept]))
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one: the memory they have, where they lie behind one another in it (`Home`)."""
+    first, size = tensors[0], tensors[0].numel()
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    if len({tensor.dtype for tensor in tensors}) == 1 and all(
+        tensor.untyped_storage().data_ptr() == memory
+        and tensor.storage_offset() == start + place * size
+        and tensor.is_contiguous()
+        for place, tensor in enumerate(tensors)
+    ):
+        return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    kind = first.dtype  # torch stacks no e4m3 everywhere
+    return torch.stack([each.view(torch.uint8) if kind.itemsize == 1 else each for each in tensors]).view(
+        kind
+    )
 
 
 def _scales(weight: ScaledWeight | BlockWeight | PackedWeight) -> Tensor:

@@ -198,6 +198,12 @@ class StepGraphs:
         finally:
             gc.enable()
 
+    def capture_again(self, steps: Sequence[Step], stream: torch.cuda.Stream | None) -> None:
+        """All of them, where any was captured: memory that they know is elsewhere."""
+        if self._graphs and stream is not None:
+            self._graphs.clear()
+            self.capture(steps, stream)
+
     def replay(self, key: Key) -> bool:
         """Run a captured step; False if there is none."""
         graph = self._graphs.get((type(key), key))

@@ -70,6 +70,7 @@ class KVPools:
             memory = SlabMemory(1, size, tables[0].device)
         else:
             counts = [config.slab_blocks] * len(parts)
+        self.memory = memory
         self._slab_blocks = config.slab_blocks
         self._slab_units = memory.slab_bytes // shape.num_bytes
         numbers = memory.bytes.view(dtype).view(-1, shape.kv_heads, BLOCK_SIZE, shape.head_dim)

@@ -267,6 +267,16 @@ class GPURunner:
         self._swap_pool.copy_out_and_back(count)
 
     @property
+    def kv_bytes(self) -> Tensor:
+        return self._pools.memory.bytes
+
+    def capture_again(self) -> None:
+        """After weights or KV came back to another place; only while there are no rows."""
+        with self._queue.entered():
+            self._graphs.capture_again(self._steps(), self._queue.stream)
+        self._queue.drain()
+
+    @property
     def host_places(self) -> HostPlaces:
         """Where blocks lie that left the device."""
         return self._swap_pool.places

@@ -296,7 +296,7 @@ def level_families(stats: EngineStats, info: EngineInfo | None, make: Families) 
         up: dict[tuple[str, ...], float] = {(level.name,): float(not level.is_off) for level in stats.below}
         yield make.gauge_by("kv_level_up", text, up, "level")
     if stats.slabs.all:
-        text = "Slabs of the memory that models share: of this model's KV and weights, and all there are."
+        text = "Slabs of the memory that models share: of this model's KV, weights and adapters, and all there are."
         slabs: dict[tuple[str, ...], float] = {(use,): n for use, n in stats.slabs._asdict().items()}
         yield make.gauge_by("memory_slabs", text, slabs, "use")
     device, host, disk = counters.found_tokens

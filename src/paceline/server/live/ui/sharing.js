@@ -27,13 +27,14 @@ export class Sharing {
     this.adapters.textContent = adapters ? adapterWords(adapters).join(" · ") : "";
   }
 
-  // Memory that models share: a part for the KV and one for the weights of each, the rest is free.
+  // Memory that models share: parts for the weights, the adapters and the KV of each, the rest is free.
   drawSlabs(models) {
-    const all = models[0]?.slabs[2] ?? 0;
+    const all = models[0]?.slabs[3] ?? 0;
     this.slabs.hidden = !all;
     if (!all) return;
-    const parts = models.flatMap(({ name, slabs: [kv, weights] }, place) => [
+    const parts = models.flatMap(({ name, slabs: [kv, weights, adapters] }, place) => [
       { name: `${name}: weights`, slabs: weights, colour: COLOURS[place % COLOURS.length], pale: true },
+      { name: `${name}: adapters`, slabs: adapters, colour: COLOURS[place % COLOURS.length], pale: true },
       { name: `${name}: KV`, slabs: kv, colour: COLOURS[place % COLOURS.length] },
     ]);
     parts.push({ name: "free", slabs: all - parts.reduce((sum, part) => sum + part.slabs, 0), colour: "free" });
