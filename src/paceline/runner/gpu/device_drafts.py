@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.config.engine import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.plan import DRAFT_KINDS, RowJoins, StepPlan
 from paceline.runner.drafts import FATES, PARTLY
-from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.device_head import DeviceGuesser
 from paceline.runner.gpu.forced_tokens import ForcedTokens
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
@@ -45,7 +45,7 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_HEAD_EVERY = 64  # steps without drafts, as `PROBE_EVERY`, where a head makes them, which takes time
+PROBE_MODEL_EVERY = 64  # as `PROBE_EVERY`, where a head or a model makes drafts, which takes time
 REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
@@ -62,9 +62,9 @@ class DeviceDrafts:
         max_tokens: int,
         depth: int,
         device: torch.device,
-        head: DeviceHead | None = None,
+        guesser: DeviceGuesser | None = None,
     ) -> None:
-        """`head` guesses too."""
+        """`guesser`: a head or a model that guesses too."""
         self._memory, self.width = memory, config.width
         self._columns = DraftColumns(may_draft=memory.column("may_draft"), fate=memory.column("draft_fate"))
         self._answers: Answers | None = None
@@ -95,8 +95,8 @@ class DeviceDrafts:
         )
         self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
-        self._head = head
-        self._made = allocate_proposals(slots, width, device, of_each=head is not None)
+        self._guesser = guesser
+        self._made = allocate_proposals(slots, width, device, of_each=guesser is not None)
         self.layout = allocate_layout(slots, max_tokens, device)
         # The report, as it goes to the host in one copy: code, count, drafts, those of them that are
         # predictions, tokens [width + 1] of each slot; tally.
@@ -114,7 +114,7 @@ class DeviceDrafts:
         self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._limits: I32 = np.zeros(NUM_LIMITS, np.int32)
         self._since_probe = 0
-        self._probe_every = PROBE_EVERY if head is None else PROBE_HEAD_EVERY
+        self._probe_every = PROBE_EVERY if guesser is None else PROBE_MODEL_EVERY
 
     # -- the host's side -------------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class DeviceDrafts:
         memory.put("may_draft", at, np.array(may_draft, np.int32))
         memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
         self.forced.join(joins)
-        if self._head is not None:
-            self._head.join(joins)
+        if self._guesser is not None:
+            self._guesser.join(joins)
         if self._ring is not None:
             memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
         if self._answers is None:
@@ -224,14 +224,14 @@ class DeviceDrafts:
         limits, tally = memory.column("draft_limits"), self._verified.tally
         if self._ring is not None:
             texts = memory.wide("texts", torch.int64)
-            fates = FATES if self._head is None else 1  # as on a CPU: kinds are left for the head
+            fates = FATES if self._guesser is None else 1  # as on a CPU: kinds are left for it
             propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits, fates)
         if self._answers is None:
             propose_predictions(made, rows, self._columns, slot_rows, self._predictions, limits)
         if guided:
             self.forced.propose(made, slot_rows)
-        if self._head is not None:
-            self._head.guess(made, slot_rows, num_tokens - 1, overlapped=overlapped)
+        if self._guesser is not None:
+            self._guesser.guess(made, slot_rows, num_tokens - 1, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
         write_drafted_tokens(
             into,
