@@ -532,7 +532,7 @@ def _on_gpu(
     more: dict[str, Any] = {"kv_dtype": kv_dtype, "guesser": guesser, "adapter_room": room, "memory": memory}
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
     has_pace = bool(given.get("step_target_ms")) or (interactive and "max_num_batched_tokens" not in given)
-    config = measured_config(config, runner, spec, kv_dtype.itemsize, drafts, disk, has_pace=has_pace)
+    config = measured_config(config, runner, drafts, disk, has_pace=has_pace)
     runner.host_places.pin_rest()
     hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)

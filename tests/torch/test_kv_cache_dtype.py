@@ -145,6 +145,7 @@ def test_blocks_are_copied_and_swapped_byte_for_byte(
     layers = pools.layers + pools.further
     sizes = sum(pool.numel() * pool.itemsize for layer in layers for pool in (layer.keys, layer.values))
     assert sizes == 6 * device_block_bytes(spec, dtype, further)
+    assert pools.context_bytes * 64 == device_block_bytes(spec, dtype, further)
     memory = [pool.view(torch.uint8) for layer in layers for pool in (layer.keys, layer.values)]
     for number, part in enumerate(memory):  # every byte there is, those of NaN among them
         part.copy_(torch.arange(part.numel()).add(number).remainder(256).view_as(part))

@@ -91,6 +91,11 @@ class KVPools:
             PagedKV(keys=pools[number][0], values=pools[number][1], block_table=tables[each[0]])
             for number, each in enumerate(heads)
         ]
+        # Bytes of a token in layers that see all of a row.
+        windows = (spec.group_windows[each[0]] for each in heads)
+        self.context_bytes = sum(
+            2 * size // BLOCK_SIZE for size, window in zip(sizes, windows, strict=True) if window is None
+        )
         self.layers, self.further = layers[: spec.num_layers], layers[spec.num_layers :]
 
     def in_units(self, plan: StepPlan) -> StepPlan:

@@ -255,12 +255,13 @@ class GPURunner:
         batch = self._rows.dummy_batch(number, count, start=start, num_decode=num_decode)
         return self._seconds(lambda: self._run(batch))
 
-    def byte_seconds(self) -> float:
-        """How long a byte of keys and values takes to be read, as far as a copy tells that."""
+    def context_seconds(self) -> float:
+        """How long keys and values of a token take to be read, as far as a copy tells that."""
         keys = self._pools.layers[0].keys
         half = len(keys) // 2
         seconds = self._seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
-        return seconds / (2 * half * keys[0].nbytes)  # read and written
+        byte_s = seconds / (2 * half * keys[0].nbytes)  # read and written
+        return self._pools.context_bytes * byte_s
 
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
