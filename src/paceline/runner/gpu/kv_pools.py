@@ -62,41 +62,38 @@ class KVPools:
         `memory`: what models share; None: one slab holds all blocks of this one."""
         assert config.block_size == BLOCK_SIZE, f"kernels are made for blocks of {BLOCK_SIZE} tokens"
         assert memory is None or not further, "models that share memory have parts of one size"
-        of_model = (spec.num_kv_heads, spec.head_dim)
-        heads = [(group, *of_model) for group in spec.layer_groups] + [
-            (0, layer.num_kv_heads, layer.head_dim) for layer in further
-        ]
+        own = part_shape(spec, dtype)
+        # Of every layer its group, and the shape of its keys and of its values.
+        shapes = [(group, own) for group in spec.layer_groups]
+        shapes += [(0, PartShape(2, layer.num_kv_heads, layer.head_dim, dtype)) for layer in further]
         counts = [config.slab_blocks or group.num_blocks or config.num_blocks for group in config.groups]
-        sizes = [kv_heads * BLOCK_SIZE * head_dim * dtype.itemsize for _, kv_heads, head_dim in heads]
         if memory is None:
-            total = sum(2 * counts[each[0]] * size for each, size in zip(heads, sizes, strict=True))
-            memory = SlabMemory(1, total, tables[0].device)
+            size = sum(2 * counts[group] * shape.num_bytes for group, shape in shapes)
+            memory = SlabMemory(1, size, tables[0].device)
         self._slab_blocks = config.slab_blocks
-        self._slab_units = memory.slab_bytes // part_shape(spec, dtype).num_bytes
-        pools: dict[int, list[Tensor]] = {number: [] for number in range(len(heads))}  # by layer
+        self._slab_units = memory.slab_bytes // own.num_bytes
+        words = memory.bytes.view(torch.int64)
+        pools: list[list[Tensor]] = [[] for _ in shapes]
         self.blocks: list[BlockParts] = []  # per group
         first = 0  # byte at which the next part begins
-        for group, count in enumerate(counts):
+        for number, count in enumerate(counts):
             units = (memory.num_slabs - 1) * self._slab_units + count
             parts: list[tuple[int, int]] = []
-            for number, (own, kv_heads, head_dim) in enumerate(heads):
-                for _ in range(2 if own == group else 0):
-                    size = sizes[number]
-                    numbers = memory.bytes[first : first + units * size].view(dtype)
-                    pools[number].append(numbers.view(units, kv_heads, BLOCK_SIZE, head_dim))
-                    parts.append((first // 8, size // 8))
-                    first += count * size
-            self.blocks.append(BlockParts(memory.bytes.view(torch.int64), parts))
+            for pool, (group, shape) in zip(pools, shapes, strict=True):
+                for _ in range(2 if group == number else 0):
+                    numbers = memory.bytes[first : first + units * shape.num_bytes].view(dtype)
+                    pool.append(numbers.view(units, shape.kv_heads, BLOCK_SIZE, shape.head_dim))
+                    parts.append((first // words.itemsize, shape.num_bytes // words.itemsize))
+                    first += count * shape.num_bytes
+            self.blocks.append(BlockParts(words, parts))
         layers = [
-            PagedKV(keys=pools[number][0], values=pools[number][1], block_table=tables[each[0]])
-            for number, each in enumerate(heads)
+            PagedKV(keys=keys, values=values, block_table=tables[group])
+            for (keys, values), (group, _) in zip(pools, shapes, strict=True)
         ]
-        # Bytes of a token in layers that see all of a row.
-        windows = (spec.group_windows[each[0]] for each in heads)
-        self.context_bytes = sum(
-            2 * size // BLOCK_SIZE for size, window in zip(sizes, windows, strict=True) if window is None
-        )
         self.layers, self.further = layers[: spec.num_layers], layers[spec.num_layers :]
+        # Bytes of a token in layers that see all of a row.
+        seen = (shape for group, shape in shapes if spec.group_windows[group] is None)
+        self.context_bytes = sum(2 * shape.num_bytes // BLOCK_SIZE for shape in seen)
 
     def in_units(self, plan: StepPlan) -> StepPlan:
         """A plan with the units of its blocks instead of their numbers (`slab_memory`)."""
