@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from paceline.core.request import RequestId
-from paceline.core.sampling import SamplingParams
 from tests.gpu.engine_cases import GREEDY, NUM_NEW, PROMPTS, engine, first_gaps, reference
 
 CLOSE = 2e-2
@@ -32,10 +31,9 @@ class Disturbed:
         self.tokens: dict[RequestId, list[int]] = {}
         self.counts: Counter[str] = Counter()
 
-    def run(self, params: SamplingParams = GREEDY) -> list[list[int]]:
-        """`params`: of `NUM_NEW` tokens."""
+    def run(self) -> list[list[int]]:
         for prompt in PROMPTS:
-            for request in self._engine.add(prompt, params):
+            for request in self._engine.add(prompt, GREEDY):
                 self.tokens[request] = []
         while self._engine.has_requests:
             self.counts["steps"] += 1
