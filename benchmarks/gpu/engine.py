@@ -49,7 +49,7 @@ from paceline.guide.matcher import GuideBatch
 from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
 from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
-from paceline.runner.gpu.kv_pools import SwapPool
+from paceline.runner.gpu.kv_pools import BlockParts, SwapPool
 from paceline.runner.gpu.pending import GPUPending
 from paceline.runner.gpu.runner import GPURunner
 
@@ -154,12 +154,19 @@ def swaps_of(blocks, places) -> Swaps:
     )
 
 
+def blocks_of(pool) -> BlockParts:
+    """Of a pool [parts, blocks, ...]."""
+    words = pool.view(torch.int64).view(len(pool), -1)
+    block = words.shape[1] // pool.shape[1]
+    return BlockParts(words.view(-1), [(part * words.shape[1], block) for part in range(len(pool))])
+
+
 def rates(shape, count: int, *, scattered: bool) -> tuple[float, float, float]:
     """GB/s out and back, and milliseconds of host time to queue the way out."""
     layers, heads, dim = shape
     pool = torch.zeros(2 * layers, PLACES + 1, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     steps = DeviceQueue(pool.device)
-    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], PLACES, steps)
+    places = SwapPool([blocks_of(pool)], PLACES, steps)
     numbers = list(range(PLACES))
     if scattered:
         random.Random(1).shuffle(numbers)
@@ -189,7 +196,7 @@ def beside_decoding() -> dict[str, float]:
     layers, heads, dim = SWAPPED["8B"]
     pool = torch.zeros(2 * layers, 257, heads, 64, dim, dtype=torch.bfloat16, device="cuda")
     steps = DeviceQueue(pool.device)
-    places = SwapPool([pool.view(torch.int64).transpose(0, 1)], 256, steps)
+    places = SwapPool([blocks_of(pool)], 256, steps)
     many = swaps_of(range(1, 257), range(256))
     ring, drawn = (
         torch.empty(64, dtype=torch.int32, pin_memory=True),

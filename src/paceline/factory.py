@@ -501,7 +501,7 @@ def _on_gpu(
 
     from paceline.runner.gpu import build
     from paceline.runner.gpu.adapters import AdapterRoom
-    from paceline.runner.gpu.device_head import further_layers
+    from paceline.runner.gpu.device_draft_model import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.slab_memory import GPUSleeper, OwnHome, SlabHome
@@ -512,9 +512,7 @@ def _on_gpu(
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
-    head = None
-    if drafts is not None and drafts.model:
-        head = build.usable_head(drafts, open_guesser(drafts, spec, model), spec)
+    opened = open_guesser(drafts, spec, model) if drafts is not None and drafts.model else None
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
     room = AdapterRoom.of(model, given.get("max_loras", 0))
@@ -523,14 +521,16 @@ def _on_gpu(
     load = partial(build.load_parts, checkpoint, device, dtype, note, model.quantization, scaled)
     home: OwnHome | SlabHome = shared.device.home() if shared is not None else OwnHome(device)
     parts = load(home)
+    note = partial(on_progress, "loading the draft model")
+    guesser = build.load_guesser(opened, device, dtype, note, model.quantization, kv_dtype)
     on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
-    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, head, room, shared)
+    sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, guesser, room, shared)
     if room is not None:
         room = replace(room, memory=home.beside(room.pool_bytes(spec, dtype)))
     config = engine_config(checkpoint.spec.group_windows, sizes)
-    per_block = device_block_bytes(spec, kv_dtype, len(further_layers(head)))
+    per_block = device_block_bytes(spec, kv_dtype, further_layers(guesser))
     name = torch.cuda.get_device_name(device)
     scales = sorted(checkpoint.kv_scales.items())
     known = (name, torch.__version__, dtype, kv_dtype, scales, model.quantization, _drafting(drafts))
@@ -538,11 +538,11 @@ def _on_gpu(
     config = config if disk is None else disk.with_places(config)
     if drafts is not None:
         config = with_drafts(config, drafts)
-    more: dict[str, Any] = {"kv_dtype": kv_dtype, "head": head, "adapter_room": room}
+    more: dict[str, Any] = {"kv_dtype": kv_dtype, "guesser": guesser, "adapter_room": room}
     more["memory"] = None if shared is None else shared.device
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
     has_pace = bool(given.get("step_target_ms")) or (interactive and "max_num_batched_tokens" not in given)
-    config = measured_config(config, runner, spec, kv_dtype.itemsize, drafts, disk, has_pace=has_pace)
+    config = measured_config(config, runner, drafts, disk, has_pace=has_pace)
     runner.host_places.pin_rest()
     hardware = _gpu_hardware(model, name, dtype, kv_dtype, config.kv.num_blocks * per_block)
     moving = runner if disk is None else disk.start(runner, runner.host_places)
@@ -554,7 +554,7 @@ def _on_gpu(
 
 
 def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:
-    """What KV depends on: a head keeps some of its own."""
+    """What KV depends on: a head or a draft model keeps some of its own."""
     return None if drafts is None else (drafts.method, drafts.model)
 
 

@@ -169,7 +169,7 @@ def test_their_room_is_taken_from_the_blocks(checkpoint: Checkpoint, monkeypatch
     )
     # q, k and v of 64 inputs, o of 128, gate and up of 64, down of 128, with as many outputs as heads and inner have.
     entries = 16 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)
-    taken = (plain - adapted) * device_block_bytes(spec, torch.bfloat16, 0)
+    taken = (plain - adapted) * device_block_bytes(spec, torch.bfloat16)
     assert 100 * entries * 2 <= taken <= 100 * entries * 2 + (5 << 20)
     with pytest.raises(ConfigError, match=r"buffers and adapters .* --max-loras"):
         choose_gpu_sizes(

@@ -1,8 +1,8 @@
-"""Draft heads on the GPU's runner through Triton's interpreter: tokens are those without drafts, and guesses those
-of the same head on the CPU, which has the same state of every row then.
+"""Draft heads and draft models on the GPU's runner through Triton's interpreter: tokens are those without drafts, and
+guesses those of the same head or model on the CPU, which has the same state of every row then.
 
-A tiny model in float32 and random heads. Rows draw at a high temperature, so that their noise, which the head has too,
-makes some drafts right; prompts come in chunks, rows share steps, fork and find their beginnings in the cache.
+A tiny model in float32 and random guessers. Rows draw at a high temperature, so that their noise, which a guesser has
+too, makes some drafts right; prompts come in chunks, rows share steps, fork and find their beginnings in the cache.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from paceline.core.plan import StepPlan
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.draft_head import build_head
+from paceline.models.draft_head import DraftModel, DraftNet, build_head
 from paceline.models.files.head_folder import HeadFiles
-from paceline.models.files.open import open_checkpoint
+from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, Drafts
-from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.device_draft_model import DeviceDraftModel, DraftParts
+from paceline.runner.gpu.device_head import DeviceGuesser
 from paceline.runner.gpu.kernels.draft_layout import Proposals
 from paceline.runner.model_drafts import Index, ModelDrafter
 from paceline.runner.torch_step import TorchStep
@@ -74,14 +75,25 @@ def head_for(folder: Path, kind: str) -> HeadFiles:
     return replace(files, tensors={**files.tensors, **weaker})
 
 
+def draft_model_for(folder: Path) -> Checkpoint:
+    """Of another architecture, with another number and size of KV heads."""
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    more = {**kind, "num_key_value_heads": 1, "tie_word_embeddings": False, "vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes, **more}))
+    return open_checkpoint(folder, load_format="dummy")
+
+
 class Guessing:
-    """An engine, and what its head guessed."""
+    """An engine, and what was guessed in it."""
 
     def __init__(
-        self, folder: Path, head: HeadFiles | None, *, on_gpu: bool, depth: int, **kv: object
+        self, folder: Path, head: HeadFiles | Checkpoint | None, *, on_gpu: bool, depth: int, **kv: object
     ) -> None:
         checkpoint = open_checkpoint(folder, load_format="dummy")
-        drafts = None if head is None else DraftConfig(method=head.spec.kind, model="head", width=WIDTH)
+        kind = head.spec.kind if isinstance(head, HeadFiles) else "draft_model"
+        drafts = None if head is None else DraftConfig(method=kind, model="head", width=WIDTH)
         scheduler = SchedulerConfig(
             max_num_seqs=3, max_num_batched_tokens=48, max_model_len=256, drafts=drafts
         )
@@ -91,13 +103,21 @@ class Guessing:
         ends, device = checkpoint.spec.eos_token_ids, torch.device("cpu")
         if on_gpu:
             parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
-            runner = QuickRunner(config, checkpoint.spec, parts, ends, device=device, head=head)
-            assert runner._head is not None
-            self._listen_to(runner._head)
+            guesser = head if isinstance(head, HeadFiles) else self._draft_parts(head)
+            runner = QuickRunner(config, checkpoint.spec, parts, ends, device=device, guesser=guesser)
+            assert runner._guesser is not None
+            if isinstance(runner._guesser, DeviceDraftModel):
+                quick = runner._guesser._decoder  # as the model's own
+                quick._is_plain = quick._joins_norms = False
+            self._listen_to(runner._guesser)
             self._make_engine(config, runner, checkpoint.spec.vocab_size)
             return
         decoder = build_decoder(checkpoint, 512)
-        net = None if head is None else build_head(head, decoder.parts.embedding, 512)
+        net: DraftNet | None = None
+        if isinstance(head, HeadFiles):
+            net = build_head(head, decoder.parts.embedding, 512)
+        elif head is not None:
+            net = DraftModel(build_decoder(head, 512))
         step = TorchStep(decoder, config.kv, net=net)
         drafter = None
         if net is not None:
@@ -105,11 +125,17 @@ class Guessing:
             drafter.guessed = self.guessed
         self._make_engine(config, CPURunner(config, step, ends, drafter=drafter), checkpoint.spec.vocab_size)
 
+    @staticmethod
+    def _draft_parts(model: Checkpoint | None) -> DraftParts:
+        assert model is not None
+        same = SameWeights(torch.device("cpu"), torch.float32)
+        return DraftParts(model.spec, build_decoder(model, 2, same).parts)
+
     def _make_engine(self, config: EngineConfig, runner: QuickRunner | CPURunner, vocabulary: int) -> None:
         maker = ScriptedMaker(vocabulary)
         self.engine: Engine = build_engine(config, runner, guide_maker=maker, make_checker=InvariantChecker)
 
-    def _listen_to(self, head: DeviceHead) -> None:
+    def _listen_to(self, head: DeviceGuesser) -> None:
         guess = head.guess
 
         def listen(into: Proposals, slot_rows: torch.Tensor, most: int, *, overlapped: bool) -> None:
@@ -161,11 +187,11 @@ def agree(one: Guessed, other: Guessed) -> int:
     return sum(min(len(one[text]), len(other[text])) for text in common)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_tokens_and_guesses_are_those_of_the_cpu(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft_model"])
+def test_tokens_and_guesses_are_those_of_the_cpu(folder: Path, tmp_path: Path, kind: str) -> None:
     """First a prompt in chunks whose row forks, beside another; then rows that other requests had, one of which finds
     its beginning in the cache."""
-    head = head_for(folder, kind)
+    head = draft_model_for(tmp_path / "small") if kind == "draft_model" else head_for(folder, kind)
     short, long, other = prompts(5, 70, 9)
     guided = SamplingParams(max_tokens=3, temperature=0.9, seed=5, structured_outputs=structure(4, 6))
     rounds = [

@@ -283,9 +283,10 @@ def test_the_pace_of_a_runner_is_measured(tmp_path: Path) -> None:
     device = torch.device("cpu")
     parts = build_decoder(checkpoint, 2, SameWeights(device, torch.float32)).parts
     runner = GPURunner(config, checkpoint.spec, parts, checkpoint.spec.eos_token_ids, device=device)
-    paced = with_pace(given, runner, checkpoint.spec, 4)
+    paced = with_pace(given, runner)
     assert paced.keeps_pace and paced.step_costs is not None and paced.max_num_batched_tokens == 34
     assert paced.step_costs.sizes == (34,) and paced.step_costs.seconds[0] > 0 < paced.step_costs.context_s
+    assert runner._pools.context_bytes == 2 * 1 * 32 * 4
 
 
 def test_a_prefix_computed_found_on_the_device_and_loaded_from_the_host_gives_the_same_tokens(

@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.lab.bench.machine import engine_sizes
 from paceline.models.files.open import open_checkpoint
 from paceline.models.load import build_decoder
+from paceline.models.spec import FurtherLayer
 from paceline.runner import device
 from tests.bits import Circumstances
 from tests.model_folder import write_model
@@ -127,18 +128,25 @@ def test_a_result_says_which_type_it_was(tmp_path: Path) -> None:
     assert (sizes["dtype"], sizes["kv_cache_dtype"]) == ("float32", "float32")
 
 
+@pytest.mark.parametrize("further", [(), (FurtherLayer(1, 32), FurtherLayer(3, 16), FurtherLayer(8, 16))])
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
-def test_blocks_are_copied_and_swapped_byte_for_byte(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_blocks_are_copied_and_swapped_byte_for_byte(
+    dtype: torch.dtype, further: tuple[FurtherLayer, ...], tmp_path: Path
+) -> None:
+    """Layers of a model that guesses with them, which may be smaller or larger than the model's."""
     from paceline.runner.gpu.device_queue import DeviceQueue
     from paceline.runner.gpu.kv_pools import KVPools, SwapPool, device_block_bytes
 
     spec = open_checkpoint(write_model(tmp_path), load_format="dummy").spec
     config = KVConfig(block_size=64, num_blocks=6, num_host_blocks=3)
-    pools = KVPools(spec, config, [torch.zeros(1, 4, dtype=torch.int32)], dtype)
-    assert pools.layers[0].keys.dtype == dtype
-    sizes = sum(pool.numel() * pool.itemsize for layer in pools.layers for pool in (layer.keys, layer.values))
-    assert sizes == 6 * device_block_bytes(spec, dtype)
-    memory = [pool.view(torch.uint8) for layer in pools.layers for pool in (layer.keys, layer.values)]
+    pools = KVPools(spec, config, [torch.zeros(1, 4, dtype=torch.int32)], dtype, further)
+    assert pools.layers[0].keys.dtype == dtype and len(pools.layers) == spec.num_layers
+    assert [each.keys.shape[1::2] for each in pools.further] == [each[:2] for each in further]
+    layers = pools.layers + pools.further
+    sizes = sum(pool.numel() * pool.itemsize for layer in layers for pool in (layer.keys, layer.values))
+    assert sizes == 6 * device_block_bytes(spec, dtype, further)
+    assert pools.context_bytes * 64 == device_block_bytes(spec, dtype, further)
+    memory = [pool.view(torch.uint8) for layer in layers for pool in (layer.keys, layer.values)]
     for number, part in enumerate(memory):  # every byte there is, those of NaN among them
         part.copy_(torch.arange(part.numel()).add(number).remainder(256).view_as(part))
     before = [part.clone() for part in memory]

@@ -9,7 +9,7 @@ import torch
 from paceline.core.plan import NO_SWAPS, Swaps
 from paceline.runner.gpu import host_memory, kv_pools
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
-from paceline.runner.gpu.kv_pools import SwapPool
+from paceline.runner.gpu.kv_pools import BlockParts, SwapPool
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,17 @@ def both(one: Swaps, two: Swaps) -> Swaps:
     return Swaps(**{name: np.concatenate([getattr(one, name), getattr(two, name)]) for name in names})
 
 
+def parts_of(blocks: torch.Tensor) -> BlockParts:
+    """Of `blocks` [blocks, parts, words] that lie as in pools: those of a part behind one another."""
+    number, parts, words = blocks.shape
+    memory = blocks.transpose(0, 1).view(-1)
+    return BlockParts(memory, [(part * number * words, words) for part in range(parts)])
+
+
+def empty_blocks() -> BlockParts:
+    return parts_of(torch.zeros(2, 8, 3, dtype=torch.int64).transpose(0, 1))
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 3, 64])
 def test_blocks_of_two_groups_come_back_whole_in_pieces_of_any_size(
     at_once: int, monkeypatch: pytest.MonkeyPatch
@@ -37,7 +48,7 @@ def test_blocks_of_two_groups_come_back_whole_in_pieces_of_any_size(
     groups = [torch.randint(0, 1 << 40, (layers, 12, 5)).transpose(0, 1) for layers in (4, 6)]
     monkeypatch.setattr(kv_pools, "STAGED_BYTES", at_once * 6 * 5 * 8)
     before = [group.clone() for group in groups]
-    places = SwapPool(groups, 9, DeviceQueue(CPU))
+    places = SwapPool([parts_of(group) for group in groups], 9, DeviceQueue(CPU))
     first, second = [3, 4, 9, 1, 11], [5, 6]
     places.swap(both(swaps(1, first, [7, 8, 0, 1, 4]), swaps(2, second, [3, 2], group=1)), NO_SWAPS)
     for group in groups:
@@ -72,7 +83,7 @@ def test_a_ticket_is_reported_when_its_copy_is_done_and_an_empty_step_waits_for_
             return marks[-1]
 
     marks: list[Late] = []
-    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
+    places = SwapPool([empty_blocks()], 8, DeviceQueue(CPU))
     places._out.queue = Slow(CPU)
     for ticket in (1, 2, 3):
         places.swap(swaps(ticket, [ticket], [ticket]), NO_SWAPS)
@@ -94,8 +105,8 @@ class Slow(DeviceQueue):
 
 def test_no_more_copies_are_queued_than_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pools, "MOST_QUEUED", 4)
-    blocks = torch.arange(12 * 6).view(12, 2, 3)
-    places = SwapPool([blocks], 12, DeviceQueue(CPU))
+    blocks = torch.arange(12 * 6).view(2, 12, 3).transpose(0, 1)
+    places = SwapPool([parts_of(blocks)], 12, DeviceQueue(CPU))
     places._out.queue = Slow(CPU)
     several = both(swaps(1, [1, 2], [1, 2]), both(swaps(2, [3, 4], [3, 4]), swaps(3, [5], [5])))
     places.swap(several, NO_SWAPS)
@@ -111,7 +122,7 @@ def test_no_more_copies_are_queued_than_the_driver_takes(monkeypatch: pytest.Mon
 
 
 def test_an_empty_step_waits_for_what_comes_back_before_what_goes() -> None:
-    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 8, DeviceQueue(CPU))
+    places = SwapPool([empty_blocks()], 8, DeviceQueue(CPU))
     places._out.queue, places._back.queue = Slow(CPU), Slow(CPU)
     places.swap(swaps(1, [1], [1]), NO_SWAPS)
     places.swap(NO_SWAPS, swaps(2, [2], [2]))
@@ -167,8 +178,8 @@ def test_memory_is_pinned_in_whole_pages_and_given_back(driver: Driver) -> None:
 
 
 def test_what_is_not_pinned_yet_is_not_copied_to(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = torch.arange(12 * 1024).view(12, 2, 512)
-    pool = SwapPool([blocks], 6, DeviceQueue(CPU))
+    blocks = torch.arange(12 * 1024).view(2, 12, 512).transpose(0, 1)
+    pool = SwapPool([parts_of(blocks)], 6, DeviceQueue(CPU))
     pool.places = host_memory.HostPlaces([blocks], 6, pin=True)
     pool.places.pin(1)
     assert pool.places.num_pinned == 1
@@ -188,13 +199,13 @@ def test_a_driver_that_pins_no_more_leaves_the_rest_out(
 
 
 def test_without_places_nothing_is_taken() -> None:
-    places = SwapPool([torch.zeros(8, 2, 3, dtype=torch.int64)], 0, DeviceQueue(CPU))
+    places = SwapPool([empty_blocks()], 0, DeviceQueue(CPU))
     assert places.places.tensors == [] and places._out.staged == [] == places._back.staged
 
 
 def test_a_block_on_the_host_is_bytes_to_a_store() -> None:
     groups = [torch.randint(0, 1 << 40, (4, 12, 5)).transpose(0, 1)]
-    pool = SwapPool(groups, 9, DeviceQueue(CPU))
+    pool = SwapPool([parts_of(group) for group in groups], 9, DeviceQueue(CPU))
     pool.swap(swaps(1, [3, 4], [7, 8]), NO_SWAPS)
     pool.completed(wait=True)
     block = np.zeros(4 * 5 * 8, np.uint8)

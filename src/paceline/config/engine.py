@@ -465,8 +465,8 @@ class ModelConfig(CheckedOptions):
     )
     speculative_config: str = option(
         "off",
-        "speculative decoding: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, and on a "
-        "CPU draft_model), model and num_speculative_tokens",
+        "speculative decoding: off, auto, ngram, history, or a JSON object with method (also eagle, medusa, "
+        "draft_model), model and num_speculative_tokens",
         metavar="METHOD|JSON",
     )
     enable_lora: bool = option(False, "compute adapters (PEFT LoRA) that requests name", panel="Adapters")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.config.engine import MADE_ON_LOADING, ModelConfig
 from paceline.config.model_set import SharedMemory
-from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig, read_speculative_config
+from paceline.config.speculative import DRAFT_BUCKETS, read_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.decoder import Parts
 from paceline.models.files.head_folder import HeadFiles, HeadSpec, head_tensors
@@ -43,7 +43,7 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
-from paceline.runner.gpu.device_head import further_layers
+from paceline.runner.gpu.device_draft_model import DraftParts, further_layers
 from paceline.runner.gpu.device_layers import fold_kv_scales
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
@@ -120,27 +120,41 @@ def load_parts(
         ) from error
 
 
+def load_guesser(
+    opened: HeadFiles | Checkpoint | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_layer: Callable[[int, int], None],
+    quantization: str,
+    kv_dtype: torch.dtype,
+) -> HeadFiles | DraftParts | None:
+    """What makes drafts, with a draft model's matrices on the device; computed in the model's own type."""
+    if not isinstance(opened, Checkpoint):
+        return opened
+    return DraftParts(opened.spec, load_parts(opened, device, dtype, on_layer, quantization, kv_dtype))
+
+
 def choose_gpu_sizes(
     model: ModelConfig,
     spec: ModelSpec,
     given: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-    head: HeadFiles | None = None,
+    guesser: HeadFiles | DraftParts | None = None,
     adapters: AdapterRoom | None = None,
     shared: SharedMemory | None = None,
 ) -> dict[str, Any]:
-    """`given` completed: every size the engine's config needs. `head` makes drafts; `adapters` have their own room;
+    """`given` completed: every size the engine's config needs. `guesser` makes drafts; `adapters` have their own room;
     `shared`: of several models."""
     free, total = torch.cuda.mem_get_info(device)
     sizes = step_sizes(spec, given, total)
-    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype), len(further_layers(head)))
+    per_block = device_block_bytes(spec, choose_kv_dtype(model, dtype), further_layers(guesser))
     longest = sizes.get("max_model_len", _longest(spec))
     if shared is not None:
         sizes = shared.sizes(sizes, per_block, longest, model.kv_cache_memory_bytes)
         longest = sizes["max_model_len"]
     elif "num_blocks" not in sizes:
-        buffers = buffer_bytes(model, spec, sizes, dtype, head, adapters)
+        buffers = buffer_bytes(model, spec, sizes, dtype, guesser, adapters)
         usable = free - int(total * (1 - model.gpu_memory_utilization)) - buffers - RESERVE
         memory = model.kv_cache_memory_bytes or usable
         if memory < 2 * per_block:
@@ -187,18 +201,21 @@ def buffer_bytes(
     spec: ModelSpec,
     sizes: Mapping[str, Any],
     dtype: torch.dtype,
-    head: HeadFiles | None,
+    guesser: HeadFiles | DraftParts | None,
     adapters: AdapterRoom | None,
 ) -> int:
-    """What a model needs beside weights and KV: its step and rows, a head, adapters."""
-    draws = sizes["max_num_seqs"]
+    """What a model needs beside weights and KV: its step and rows, what guesses, adapters."""
+    draws = slots = sizes["max_num_seqs"]
     if read_speculative_config(model.speculative_config) is not None:
         draws = max(draws, DRAFT_BUCKETS[-1])
-    found = _buffer_bytes(spec, sizes, sizes.get("max_model_len", _longest(spec)), draws, dtype)
-    if head is not None:
-        found += _head_bytes(head.spec, sizes, dtype)
+    longest = sizes.get("max_model_len", _longest(spec))
+    found: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4  # tokens of rows
+    found += _step_bytes(spec, sizes, draws, dtype)
+    if isinstance(guesser, HeadFiles):
+        found += _head_bytes(guesser.spec, sizes, dtype)
+    elif guesser is not None:
+        found += _step_bytes(guesser.spec, sizes, slots, dtype)
     if adapters is not None:
-        slots = sizes["max_num_seqs"]
         found += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
     return found
 
@@ -217,7 +234,7 @@ def share_memory(
         sizes = step_sizes(spec, given, total)
         drafts = read_speculative_config(model.speculative_config)
         if drafts is not None and drafts.model:
-            raise ConfigError("a model beside others on a GPU makes no drafts with a head: leave it out")
+            raise ConfigError("a model beside others on a GPU makes no drafts with a model: leave it out")
         shapes.append(part_shape(spec, choose_kv_dtype(model, dtype)))
         weights += num_parameters(spec) * _BITS.get(model.quantization, 8 * dtype.itemsize) // 8
         room = AdapterRoom.of(model, given.get("max_loras", 0))
@@ -271,19 +288,16 @@ def _longest(spec: ModelSpec) -> int:
     return min([spec.max_positions, *trained])
 
 
-def _buffer_bytes(
-    spec: ModelSpec, sizes: Mapping[str, Any], longest: int, draws: int, dtype: torch.dtype
-) -> int:
-    """What the buffers of the largest step and the rows take, about."""
+def _step_bytes(spec: ModelSpec, sizes: Mapping[str, Any], draws: int, dtype: torch.dtype) -> int:
+    """What the buffers of the largest step take, about."""
     slots = sizes["max_num_seqs"]
     tokens = max(sizes["max_num_batched_tokens"], slots) + slots
     heads = spec.num_heads * spec.head_dim
     per_token = 3 * spec.hidden_size + 3 * heads + 2 * spec.num_kv_heads * spec.head_dim
     per_token += 3 * spec.intermediate_size
     logits = draws * (spec.vocab_size + spec.hidden_size) + slots * spec.vocab_size
-    rows: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4
     steps: int = (tokens * per_token + logits) * dtype.itemsize
-    return rows + steps
+    return steps
 
 
 def _head_bytes(head: HeadSpec, sizes: Mapping[str, Any], dtype: torch.dtype) -> int:
@@ -293,23 +307,6 @@ def _head_bytes(head: HeadSpec, sizes: Mapping[str, Any], dtype: torch.dtype) ->
     weights = sum(math.prod(shape) for _, shape in head_tensors(head))
     rows: int = slots * (sizes["depth"] + 2) * head.hidden_size
     return (weights + rows + tokens * 8 * head.hidden_size + slots * head.draft_vocab_size) * dtype.itemsize
-
-
-def usable_head(drafts: DraftConfig, guesser: HeadFiles | Checkpoint, spec: ModelSpec) -> HeadFiles:
-    """The head that makes drafts; raises where a GPU cannot compute it."""
-    if not isinstance(guesser, HeadFiles):
-        raise ConfigError(
-            f"--speculative-config: {drafts.model} is a draft model, which runs on a CPU only: on a GPU use an eagle "
-            "or medusa head, or leave model out: auto, ngram and history need none"
-        )
-    for layer in further_layers(guesser):
-        if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
-            raise ConfigError(
-                f"--speculative-config: the layer of {drafts.model} has {layer.num_kv_heads} KV heads of "
-                f"{layer.head_dim}, the model {spec.num_kv_heads} of {spec.head_dim}: on a GPU they share blocks and "
-                "must be the same"
-            )
-    return guesser
 
 
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -6,12 +6,14 @@ uses the beginning of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.kernels import PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodePlan,
     DecodeTuning,
@@ -41,7 +43,6 @@ from paceline.runner.gpu.kernels.shared_attention import (
     plan_shared,
     shared_attention,
 )
-from paceline.runner.gpu.kv_pools import KVPools
 
 FEW_ROWS = 64  # up to here a kernel is shorter than its launch, and the next one may start early
 
@@ -72,7 +73,7 @@ class DeviceAttention:
     def __init__(
         self,
         spec: ModelSpec,
-        pools: KVPools,
+        layers: Sequence[PagedKV],
         rotations: list[Tensor],
         *,
         max_tokens: int,
@@ -82,7 +83,7 @@ class DeviceAttention:
         most_queries: int = 1,  # of a decoding row
     ) -> None:
         device = rotations[0].device
-        self._spec, self._pools, self._rotations = spec, pools, rotations
+        self._spec, self._layers, self._rotations = spec, layers, rotations
         self._windows = [window or 0 for window in spec.group_windows]
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._query = torch.zeros(max_tokens, self._heads, self._dim, dtype=dtype, device=device)
@@ -160,7 +161,7 @@ class DeviceAttention:
         self, step: StepPlans, layer: int, product: Tensor, places: TokenPlaces, norm: HeadNorm | None
     ) -> Tensor:
         """From the product of a layer's q, k and v matrices [tokens, ...] to [tokens, heads * head_dim]."""
-        shape, spec, kv = step.shape, self._spec, self._pools.layers[layer]
+        shape, spec, kv = step.shape, self._spec, self._layers[layer]
         group = spec.layer_groups[layer]
         tokens, slots = shape.num_tokens, shape.num_slots
         query, out, log_sum = self._query[:tokens], self._out[:tokens], self._log_sum[:tokens]

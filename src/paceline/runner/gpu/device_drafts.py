@@ -21,7 +21,7 @@ from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, GuideWork, RowJoins, StepPlan
 from paceline.guide.matcher import GuideBatch
 from paceline.runner.drafts import FATES, PARTLY, is_over_behind
-from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.device_head import DeviceGuesser
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
 from paceline.runner.gpu.kernels.draft_history import allocate_ring, propose_history, remember
 from paceline.runner.gpu.kernels.draft_layout import (
@@ -53,7 +53,7 @@ from paceline.runner.sampling.processors import uses_penalties
 
 I32 = NDArray[np.int32]
 
-PROBE_HEAD_EVERY = 64  # steps without drafts, as `PROBE_EVERY`, where a head makes them, which takes time
+PROBE_MODEL_EVERY = 64  # as `PROBE_EVERY`, where a head or a model makes drafts, which takes time
 REPORT_COLUMNS = 4  # of a report, before its tokens
 TALLY_WORDS = TALLIES * DRAFT_KINDS
 
@@ -70,9 +70,9 @@ class DeviceDrafts:
         max_tokens: int,
         depth: int,
         device: torch.device,
-        head: DeviceHead | None = None,
+        guesser: DeviceGuesser | None = None,
     ) -> None:
-        """`head` guesses too."""
+        """`guesser`: a head or a model that guesses too."""
         self._memory, self.width = memory, config.width
         self._columns = DraftColumns(may_draft=memory.column("may_draft"), fate=memory.column("draft_fate"))
         self._answers: Answers | None = None
@@ -103,8 +103,8 @@ class DeviceDrafts:
         )
         self.failed: set[int] = set()  # rows whose numbers were not usable: their texts are not kept
         slots, width = memory.max_slots, config.width
-        self._head = head
-        self._made = allocate_proposals(slots, width, device, of_each=head is not None)
+        self._guesser = guesser
+        self._made = allocate_proposals(slots, width, device, of_each=guesser is not None)
         self.layout = allocate_layout(slots, max_tokens, device)
         # The report, as it goes to the host in one copy: code, count, drafts, those of them that are
         # predictions, tokens [width + 1] of each slot; tally.
@@ -122,7 +122,7 @@ class DeviceDrafts:
         self.ring = torch.empty(depth + 2, size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._limits: I32 = np.zeros(NUM_LIMITS, np.int32)
         self._since_probe = 0
-        self._probe_every = PROBE_EVERY if head is None else PROBE_HEAD_EVERY
+        self._probe_every = PROBE_EVERY if guesser is None else PROBE_MODEL_EVERY
 
     # -- the host's side -------------------------------------------------------------------------------------
 
@@ -137,8 +137,8 @@ class DeviceDrafts:
         memory.put("may_draft", at, np.array(may_draft, np.int32))
         memory.put("draft_fate", at, np.full(len(at), PARTLY, np.int32))
         self.forced.join(joins)
-        if self._head is not None:
-            self._head.join(joins)
+        if self._guesser is not None:
+            self._guesser.join(joins)
         if self._ring is not None:
             memory.put_wide("texts", at, joins.texts if len(joins.texts) else np.zeros(len(at), np.int64))
         if self._answers is None:
@@ -232,14 +232,14 @@ class DeviceDrafts:
         limits, tally = memory.column("draft_limits"), self._verified.tally
         if self._ring is not None:
             texts = memory.wide("texts", torch.int64)
-            fates = FATES if self._head is None else 1  # as on a CPU: kinds are left for the head
+            fates = FATES if self._guesser is None else 1  # as on a CPU: kinds are left for it
             propose_history(made, rows, self._columns, slot_rows, self._ring, texts, limits, fates)
         if self._answers is None:
             propose_predictions(made, rows, self._columns, slot_rows, self._predictions, limits)
         if guided:
             self.forced.propose(made, slot_rows)
-        if self._head is not None:
-            self._head.guess(made, slot_rows, num_tokens - 1, overlapped=overlapped)
+        if self._guesser is not None:
+            self._guesser.guess(made, slot_rows, num_tokens - 1, overlapped=overlapped)
         choose_drafts(layout, visible, made, limits, rows, slot_rows, tally)
         write_drafted_tokens(
             into,

@@ -1,9 +1,9 @@
-"""A draft head on the device: it follows every step, and guesses at the beginning of those with drafts.
+"""What guesses on the device: it follows every step, and guesses at the beginning of those with drafts. Draft heads.
 
-Following a step writes the head's keys of the step's tokens, into a further layer of the same blocks, and gives each
-row the state that goes with its next token. Tokens of drafts are followed like others: the keys of those that were
-wrong lie behind the row's length and are overwritten. A guess is a pass of the head over one token of each slot, as
-often as a row may have drafts. Everything is computed into fixed buffers, so that it is part of a step's graph.
+Following a step writes keys of the step's tokens into further layers of the same blocks; with a head each row gets the
+state that goes with its next token. Tokens of drafts are followed like others: the keys of those that were wrong lie
+behind the row's length and are overwritten. A guess is a pass over one token of each slot, as often as a row may have
+drafts. Everything is computed into fixed buffers, so that it is part of a step's graph.
 Decision: docs/decisions/0040-drafts-on-the-gpu.md.
 """
 
@@ -20,17 +20,19 @@ from torch import Tensor
 
 from paceline.core.plan import RowCopies, RowJoins
 from paceline.models.files.head_folder import EMBEDDING, LAYER, HeadFiles
-from paceline.models.spec import FurtherLayer, ModelSpec
+from paceline.models.spec import ModelSpec
 from paceline.runner.drafts import NO_STATE
+from paceline.runner.gpu.device_attention import LaunchShape
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.kernels.decode_attention import (
+    RowQueries,
     allocate_partials,
     allocate_plan,
     decode_attention,
     decode_tuning,
     plan_decode,
 )
-from paceline.runner.gpu.kernels.draft_layout import DraftLayout, Proposals
+from paceline.runner.gpu.kernels.draft_layout import Proposals
 from paceline.runner.gpu.kernels.gated_product import Activation, gated_activation
 from paceline.runner.gpu.kernels.head_drafts import (
     DrawColumns,
@@ -60,13 +62,6 @@ from paceline.runner.gpu.kv_pools import KVPools, on_device
 from paceline.runner.gpu.row_memory import RowMemory
 
 
-def further_layers(files: HeadFiles | None) -> tuple[FurtherLayer, ...]:
-    """Layers whose keys a head keeps."""
-    if files is None or files.spec.layer is None:
-        return ()
-    return (FurtherLayer(files.spec.layer.num_kv_heads, files.spec.layer.head_dim),)
-
-
 @dataclass(frozen=True, slots=True)
 class HeadSite:
     """What a head works beside."""
@@ -77,95 +72,59 @@ class HeadSite:
     max_tokens: int  # of a step
 
 
-class DeviceHead(ABC):
-    """States of rows, guesses and their draws; what is computed for a guess is a subclass's."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FollowedStep:
+    """A step that the model has computed."""
 
-    def __init__(self, files: HeadFiles, site: HeadSite, width: int) -> None:
-        """`width`: most drafts of a row."""
-        spec, memory = files.spec, site.memory
-        self.most = min(width, spec.num_heads or width)  # guesses of a row
-        self._decoder, self._memory, self._table = site.decoder, memory, memory.tables[0]
-        self._device, self._hidden_size = self._table.device, spec.hidden_size
-        self._weights = {
-            name: torch.from_numpy(np.array(values)).to(self._device, site.decoder.dtype)
-            for name, values in files.tensors.items()
-        }
-        self._to_target = torch.from_numpy(files.to_target.astype(np.int32)).to(self._device)
-        slots = memory.max_slots
-        self._tokens = allocate_step_tokens(slots, 1, self._device)
-        self._token_rows = self._room(site.max_tokens, dtype=torch.int32)
-        self._visible = self._room(memory.num_rows + 1, dtype=torch.int32)
-        self._kept = RowStates(
-            state=self._room(memory.num_rows + 1, spec.hidden_size), position=memory.column("state_position")
-        )
-        self._guesses = allocate_guesses(slots, self.most, self._device)
-        self._logits = self._room(slots, spec.draft_vocab_size)
+    shape: LaunchShape
+    tokens: StepTokens
+    visible: Tensor  # int32 [rows]: tokens that each row's attention saw
+    slot_rows: Tensor  # of decoding rows
+    spans: Spans | None = None  # behind their tokens
+    queries: RowQueries | None = None  # where decoding rows have drafts
+    draft_rows: Tensor | None = None  # int32 [tokens]: whose they are then
+
+
+class DeviceGuesser(ABC):
+    """Guesses and their draws; what is computed for a guess, and kept for it, is a subclass's."""
+
+    def __init__(self, site: HeadSite, most: int, to_target: Tensor) -> None:
+        """`most`: guesses of a row. `to_target`: the model's number of each token that is guessed."""
+        self._memory = memory = site.memory
+        self._table = table = memory.tables[0]
+        self._device = table.device
+        self.most, self._to_target = most, to_target.to(table.device, torch.int32)
+        self._tokens = allocate_step_tokens(memory.max_slots, 1, self._device)
+        self._visible = torch.zeros(memory.num_rows + 1, dtype=torch.int32, device=self._device)
+        self._guesses = allocate_guesses(memory.max_slots, most, self._device)
         self._draws = DrawColumns(
             rows=memory.columns,
-            table=self._table,
+            table=table,
             may_draft=memory.column("may_draft"),
             temperature=memory.wide("temperature", torch.float64),
             seed=memory.wide("seed", torch.int64),
             limits=memory.column("draft_limits"),
         )
 
-    def _room(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(sizes, dtype=dtype or self._decoder.dtype, device=self._device)
-
-    # -- rows --------------------------------------------------------------------------------------------------
-
     def join(self, joins: RowJoins) -> None:
-        """Before the row memory is sent: what goes with the next token of these rows is not known."""
-        self._memory.put("state_position", joins.row.astype(np.int64), np.full(len(joins.row), NO_STATE))
+        """Before the row memory is sent: rows get owners."""
+        return None
 
     def fork(self, copies: RowCopies) -> None:
         """After it was sent: branches go on where their parents are."""
-        if not len(copies.source):
-            return
-        sources, targets = (on_device(rows.tolist(), self._table) for rows in (copies.source, copies.target))
-        for column in (self._kept.state, self._kept.position):
-            column[targets] = column[sources]
+        return None
 
-    # -- a step ------------------------------------------------------------------------------------------------
-
-    def follow_decoding(
-        self, tokens: StepTokens, slot_rows: Tensor, hidden: Tensor, *, overlapped: bool
-    ) -> None:
-        """A step has computed the last token of each of `slot_rows`."""
-        keep_states(
-            self._kept, self.follow(tokens, slot_rows, hidden, overlapped=overlapped), tokens, slot_rows
-        )
-
-    def follow_spans(
-        self, tokens: StepTokens, slot_rows: Tensor, spans: Spans | None, longest: int, hidden: Tensor
-    ) -> None:
-        """A step has computed these and `spans` behind them; what is left over is stored nowhere."""
-        token_rows = self._token_rows[: len(hidden)].fill_(self._memory.dummy_row)
-        token_rows[: len(slot_rows)] = slot_rows
-        if spans is not None:
-            span_rows(token_rows, spans, longest)
-        behind = self.follow(tokens, token_rows, hidden, overlapped=False)
-        if len(slot_rows):
-            keep_states(self._kept, behind, tokens, slot_rows)
-        if spans is not None:
-            keep_states(self._kept, behind, tokens, spans.row, spans.first, spans.count)
-
-    def follow_drafts(
-        self, tokens: StepTokens, layout: DraftLayout, count: int, hidden: Tensor, *, overlapped: bool
-    ) -> Tensor:
-        """A step has computed `count` tokens with drafts. Returns the states that come from them, for `keep`."""
-        return self.follow(tokens, layout.draw_rows[:count], hidden, overlapped=overlapped)
-
-    def follow(self, tokens: StepTokens, token_rows: Tensor, hidden: Tensor, *, overlapped: bool) -> Tensor:
-        """The step of these tokens has been computed: keep what later guesses read of them. Returns the states that
-        come from them; `token_rows` int32 [tokens]: whose they are."""
-        return hidden
+    @abstractmethod
+    def follow(self, step: FollowedStep, hidden: Tensor) -> Tensor:
+        """Keep what later guesses read of the tokens of a step; `hidden` states are the model's. Returns what `keep`
+        gets."""
+        ...
 
     def keep(
         self, tokens: StepTokens, behind: Tensor, slot_rows: Tensor, first: Tensor, count: Tensor
     ) -> None:
         """The rows got `count` int32 [slots] tokens: as many of theirs in the step, from `first` on, were right."""
-        keep_states(self._kept, behind, tokens, slot_rows, first, count)
+        return None
 
     def guess(self, into: Proposals, slot_rows: Tensor, most: int, *, overlapped: bool) -> None:
         """Guesses of the next tokens of `slot_rows` [slots], `most` of a row; they replace those in `into` that are
@@ -196,6 +155,71 @@ class DeviceHead(ABC):
         return None
 
 
+class DeviceHead(DeviceGuesser):
+    """With a state of each row, which comes from the model."""
+
+    def __init__(self, files: HeadFiles, site: HeadSite, width: int) -> None:
+        """`width`: most drafts of a row."""
+        spec, memory = files.spec, site.memory
+        super().__init__(site, min(width, spec.num_heads or width), torch.from_numpy(files.to_target))
+        self._decoder, self._hidden_size = site.decoder, spec.hidden_size
+        self._weights = {
+            name: torch.from_numpy(np.array(values)).to(self._device, site.decoder.dtype)
+            for name, values in files.tensors.items()
+        }
+        self._token_rows = self._room(site.max_tokens, dtype=torch.int32)
+        self._kept = RowStates(
+            state=self._room(memory.num_rows + 1, spec.hidden_size), position=memory.column("state_position")
+        )
+        self._logits = self._room(memory.max_slots, spec.draft_vocab_size)
+
+    def _room(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype or self._decoder.dtype, device=self._device)
+
+    def join(self, joins: RowJoins) -> None:
+        # What goes with the next token of these rows is not known.
+        self._memory.put("state_position", joins.row.astype(np.int64), np.full(len(joins.row), NO_STATE))
+
+    def fork(self, copies: RowCopies) -> None:
+        if not len(copies.source):
+            return
+        sources, targets = (on_device(rows.tolist(), self._table) for rows in (copies.source, copies.target))
+        for column in (self._kept.state, self._kept.position):
+            column[targets] = column[sources]
+
+    def follow(self, step: FollowedStep, hidden: Tensor) -> Tensor:
+        tokens, slot_rows, spans = step.tokens, step.slot_rows, step.spans
+        behind = self._follow(tokens, self._rows_of(step), hidden, step.shape.overlapped)
+        if step.draft_rows is not None:
+            return behind
+        if len(slot_rows):
+            keep_states(self._kept, behind, tokens, slot_rows)
+        if spans is not None:
+            keep_states(self._kept, behind, tokens, spans.row, spans.first, spans.count)
+        return behind
+
+    def _rows_of(self, step: FollowedStep) -> Tensor:
+        """Whose the tokens of a step are; what is left over is stored nowhere."""
+        if step.draft_rows is not None:
+            return step.draft_rows
+        if step.spans is None and step.shape.num_tokens == len(step.slot_rows):
+            return step.slot_rows
+        token_rows = self._token_rows[: step.shape.num_tokens].fill_(self._memory.dummy_row)
+        token_rows[: len(step.slot_rows)] = step.slot_rows
+        if step.spans is not None:
+            span_rows(token_rows, step.spans, step.shape.longest_span)
+        return token_rows
+
+    def _follow(self, tokens: StepTokens, token_rows: Tensor, hidden: Tensor, overlapped: bool) -> Tensor:
+        """Returns the states that come from `tokens`; `token_rows` int32 [tokens]: whose they are."""
+        return hidden
+
+    def keep(
+        self, tokens: StepTokens, behind: Tensor, slot_rows: Tensor, first: Tensor, count: Tensor
+    ) -> None:
+        keep_states(self._kept, behind, tokens, slot_rows, first, count)
+
+
 class DeviceEagle(DeviceHead):
     """Three hidden states fused, the token's embedding beside them, one layer, a reduced vocabulary."""
 
@@ -205,7 +229,7 @@ class DeviceEagle(DeviceHead):
         layer, weights, decoder = files.spec.layer, self._weights, site.decoder
         assert layer is not None
         # Its keys are a further layer of the first group: layers that see everything are in it, where there are any.
-        self._layer, self._kv, self._window = layer, site.pools.layers[-1], decoder.spec.group_windows[0] or 0
+        self._layer, self._kv, self._window = layer, site.pools.further[0], decoder.spec.group_windows[0] or 0
         self._inputs = InputWeights(
             embedding=weights.get(EMBEDDING, decoder.embedding),
             token_norm=weights[f"{LAYER}input_layernorm.weight"],
@@ -244,7 +268,7 @@ class DeviceEagle(DeviceHead):
     def _chunks(self, slots: int) -> int:
         return decode_tuning(slots).target_chunks(self._multiprocessors, self._layer.num_kv_heads)
 
-    def follow(self, tokens: StepTokens, token_rows: Tensor, hidden: Tensor, *, overlapped: bool) -> Tensor:
+    def _follow(self, tokens: StepTokens, token_rows: Tensor, hidden: Tensor, overlapped: bool) -> Tensor:
         count = len(token_rows)
         behind, x, product = self._fused[:count], self._x[:count], self._keys[:count]
         self._times(self._decoder.tapped[:count], self._weights["fc.weight"], behind, overlapped)
@@ -353,10 +377,3 @@ class DeviceMedusa(DeviceHead):
         torch.addmm(bias, state, first.T, out=inner)
         F.silu(inner, inplace=True).add_(state)
         return torch.mm(inner, weights[f"{prefix}1.weight"].T, out=self._logits[:count])
-
-
-def build_head(files: HeadFiles, site: HeadSite, width: int, longest: int) -> DeviceHead:
-    """The head in a folder. `width`: most drafts of a row, `longest`: tokens of the longest sequence."""
-    if files.spec.kind == "medusa":
-        return DeviceMedusa(files, site, width)
-    return DeviceEagle(files, site, width, longest)

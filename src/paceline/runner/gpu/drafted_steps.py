@@ -19,7 +19,7 @@ from paceline.core.plan import GuideWork, StepPlan
 from paceline.runner.gpu.adapters import DeviceAdapters
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape
 from paceline.runner.gpu.device_drafts import DeviceDrafts
-from paceline.runner.gpu.device_head import DeviceHead
+from paceline.runner.gpu.device_head import DeviceGuesser, FollowedStep
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder
 from paceline.runner.gpu.graphs import (
@@ -56,9 +56,9 @@ class DraftedSteps:
     """The steps with drafts of a runner."""
 
     def __init__(
-        self, parts: StepParts, drafts: DeviceDrafts, head: DeviceHead | None, max_tokens: int
+        self, parts: StepParts, drafts: DeviceDrafts, guesser: DeviceGuesser | None, max_tokens: int
     ) -> None:
-        self._parts, self._drafts, self._head = parts, drafts, head
+        self._parts, self._drafts, self._guesser = parts, drafts, guesser
         self._max_slots = slots = parts.rows.memory.max_slots
         # By whether they are drawn apart, and whether rows have adapters.
         self._keys = {
@@ -66,9 +66,8 @@ class DraftedSteps:
             for undrawn in (False, True)
             for adapted in ((False,) if parts.adapters is None else (False, True))
         }
-        self._behind: dict[
-            int, Tensor
-        ] = {}  # by tokens of a step: states that its head keeps; always the same
+        # By tokens of a step: what its guesser keeps of it; always the same.
+        self._behind: dict[int, Tensor] = {}
 
     # -- which there are ---------------------------------------------------------------------------------------
 
@@ -96,9 +95,10 @@ class DraftedSteps:
             # Up to 16, 32, 64 tokens, and more: rows of a product's tile.
             tiles = {key: min((key.tokens - 1 >> 4).bit_length(), 3) for key in keys}
             kinds = {(tiles[key], key.slots < 16, key.slots <= 256): key for key in keys}
-            # A head's products are as large as there are slots.
-            of_head = {(key.tokens <= FEW_ROWS, key.slots): key for key in keys if self._head is not None}
-            for key in {*kinds.values(), *of_head.values()} if is_gpu else keys[:1]:
+            # A guesser's products are as large as there are slots.
+            guessing = keys if self._guesser is not None else ()
+            of_slots = {(key.tokens <= FEW_ROWS, key.slots): key for key in guessing}
+            for key in {*kinds.values(), *of_slots.values()} if is_gpu else keys[:1]:
                 self._compute(key)
                 for draw in DRAWS if key.undrawn else ():
                     self._draw(DraftDrawKey(key.tokens, key.slots, *draw))
@@ -203,7 +203,7 @@ class DraftedSteps:
 
     def _compute(self, key: DraftKey) -> None:
         """All rows decode, each with the drafts that are made for it here."""
-        drafts, parts, head = self._drafts, self._parts, self._head
+        drafts, parts = self._drafts, self._parts
         tokens, visible, slot_rows = parts.tokens, parts.visible, self._slot_rows(key.slots)
         overlapped = parts.queue.is_gpu and key.tokens <= FEW_ROWS
         shape = LaunchShape(num_tokens=key.tokens, num_slots=key.slots, overlapped=overlapped)
@@ -216,10 +216,16 @@ class DraftedSteps:
             assert parts.adapters is not None
             adapters = parts.adapters.of_rows(drafts.layout.draw_rows[: key.tokens])
         hidden = parts.decoder.forward(tokens, parts.attention, step, adapters)
-        if head is not None:
-            self._behind[key.tokens] = head.follow_drafts(
-                tokens, drafts.layout, key.tokens, hidden, overlapped=overlapped
+        if self._guesser is not None:
+            followed = FollowedStep(
+                shape=shape,
+                tokens=tokens,
+                visible=visible,
+                slot_rows=slot_rows,
+                queries=queries,
+                draft_rows=drafts.layout.draw_rows[: key.tokens],
             )
+            self._behind[key.tokens] = self._guesser.follow(followed, hidden)
         parts.decoder.logits(hidden, None)
         if not key.undrawn:
             self._draw(DraftDrawKey(key.tokens, key.slots, False, False))
@@ -234,7 +240,7 @@ class DraftedSteps:
         draws, positions = layout.draw_rows[: key.tokens], layout.draw_positions[: key.tokens]
         sampler.sample(logits, draws, with_rules=key.with_rules, positions=positions)
         first = drafts.take(slot_rows, sampler.drawn_behind(tokens.ids[: key.tokens]))
-        if self._head is not None:
-            self._head.keep(tokens, self._behind[key.tokens], slot_rows, layout.first, drafts.counts)
+        if self._guesser is not None:
+            self._guesser.keep(tokens, self._behind[key.tokens], slot_rows, layout.first, drafts.counts)
         if key.with_rules:
             sampler.note_first(slot_rows, first)

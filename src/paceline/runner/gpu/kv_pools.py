@@ -27,14 +27,15 @@ from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.slab_memory import PartShape, SlabMemory
 
 
-def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> int:
-    """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`. `num_further`: layers of
-    a head, which are as large."""
-    return part_shape(spec, dtype, num_further).block_bytes
+def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, further: Sequence[FurtherLayer] = ()) -> int:
+    """Bytes of one block in all layers of all groups, with keys and values stored as `dtype`. `further`: layers of a
+    model that guesses."""
+    more = sum(PartShape(2, layer.num_kv_heads, layer.head_dim, dtype).block_bytes for layer in further)
+    return part_shape(spec, dtype).block_bytes + more
 
 
-def part_shape(spec: ModelSpec, dtype: torch.dtype, num_further: int = 0) -> PartShape:
-    return PartShape(2 * (spec.num_layers + num_further), spec.num_kv_heads, spec.head_dim, dtype)
+def part_shape(spec: ModelSpec, dtype: torch.dtype) -> PartShape:
+    return PartShape(2 * spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
 
 
 _BLOCKS_OF_A_PLAN = (
@@ -57,40 +58,43 @@ class KVPools:
         further: Sequence[FurtherLayer] = (),
         memory: SlabMemory | None = None,
     ) -> None:
-        """`further`: layers of a head, with keys as large as the model's. `memory`: what models share; None: one slab
-        holds all blocks of this one."""
-        further_groups = [layer.group(spec.group_windows) for layer in further]
-        groups = (*spec.layer_groups, *further_groups)
+        """`further`: layers of a model that guesses; their keys lie in blocks of the first group, which keeps most.
+        `memory`: what models share; None: one slab holds all blocks of this one."""
         assert config.block_size == BLOCK_SIZE, f"kernels are made for blocks of {BLOCK_SIZE} tokens"
-        shape = part_shape(spec, dtype, len(further))
-        parts = [2 * groups.count(index) for index in range(len(config.groups))]
+        assert memory is None or not further, "models that share memory have parts of one size"
+        own = part_shape(spec, dtype)
+        # Of every layer its group, and the shape of its keys and of its values.
+        shapes = [(group, own) for group in spec.layer_groups]
+        shapes += [(0, PartShape(2, layer.num_kv_heads, layer.head_dim, dtype)) for layer in further]
+        counts = [config.slab_blocks or group.num_blocks or config.num_blocks for group in config.groups]
         if memory is None:
-            counts = [group.num_blocks or config.num_blocks for group in config.groups]
-            size = sum(part * count for part, count in zip(parts, counts, strict=True)) * shape.num_bytes
+            size = sum(2 * counts[group] * shape.num_bytes for group, shape in shapes)
             memory = SlabMemory(1, size, tables[0].device)
-        else:
-            counts = [config.slab_blocks] * len(parts)
         self.memory = memory
         self._slab_blocks = config.slab_blocks
-        self._slab_units = memory.slab_bytes // shape.num_bytes
-        numbers = memory.bytes.view(dtype).view(-1, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        self._slab_units = memory.slab_bytes // own.num_bytes
         words = memory.bytes.view(torch.int64)
-        # Per group every block with its keys and values in all layers, in words: [units, parts, words].
-        self.blocks: list[Tensor] = []
-        pools: list[Iterator[Tensor]] = []
-        first = 0  # unit at which the parts of a group begin
-        for count, count_parts in zip(counts, parts, strict=True):
+        pools: list[list[Tensor]] = [[] for _ in shapes]
+        self.blocks: list[BlockParts] = []  # per group
+        first = 0  # byte at which the next part begins
+        for number, count in enumerate(counts):
             units = (memory.num_slabs - 1) * self._slab_units + count
-            starts = [first + part * count for part in range(count_parts)]
-            pools.append(iter([numbers[start : start + units] for start in starts]))
-            per_part = shape.num_bytes // 8
-            strides = (per_part, count * per_part, 1)
-            self.blocks.append(words.as_strided((units, count_parts, per_part), strides, first * per_part))
-            first += count_parts * count
-        self.layers = [
-            PagedKV(keys=next(pools[group]), values=next(pools[group]), block_table=tables[group])
-            for group in groups
+            parts: list[tuple[int, int]] = []
+            for pool, (group, shape) in zip(pools, shapes, strict=True):
+                for _ in range(2 if group == number else 0):
+                    numbers = memory.bytes[first : first + units * shape.num_bytes].view(dtype)
+                    pool.append(numbers.view(units, shape.kv_heads, BLOCK_SIZE, shape.head_dim))
+                    parts.append((first // words.itemsize, shape.num_bytes // words.itemsize))
+                    first += count * shape.num_bytes
+            self.blocks.append(BlockParts(words, parts))
+        layers = [
+            PagedKV(keys=keys, values=values, block_table=tables[group])
+            for (keys, values), (group, _) in zip(pools, shapes, strict=True)
         ]
+        self.layers, self.further = layers[: spec.num_layers], layers[spec.num_layers :]
+        # Bytes of a token in layers that see all of a row.
+        seen = (shape for group, shape in shapes if spec.group_windows[group] is None)
+        self.context_bytes = sum(2 * shape.num_bytes // BLOCK_SIZE for shape in seen)
 
     def in_units(self, plan: StepPlan) -> StepPlan:
         """A plan with the units of its blocks instead of their numbers (`slab_memory`)."""
@@ -115,8 +119,9 @@ class KVPools:
             origins: dict[int, int] = {}
             for read, write in zip(copies.source[mine].tolist(), copies.target[mine].tolist(), strict=True):
                 origins[write] = origins.get(read, read)
-            blocks = self.blocks[group]
-            blocks[on_device(list(origins), blocks)] = blocks[on_device(list(origins.values()), blocks)]
+            parts = self.blocks[group]
+            found = parts.flat[parts.rows(list(origins.values())).view(-1)]
+            parts.flat.index_copy_(0, parts.rows(list(origins)).view(-1), found)
 
 
 def on_device(numbers: Sequence[int], where: Tensor) -> Tensor:
@@ -195,38 +200,40 @@ class Lane:
 
 
 class BlockParts:
-    """A pool as a table whose rows are the parts of blocks: the keys or values of one layer.
+    """All blocks of a group as rows of one table. A *part* of a block is the keys or values of one layer; layers may be
+    of different sizes, so that a part is as many rows as its size needs.
 
     torch makes of a copy to blocks, whose parts lie apart, one for each two gigabytes that it spans; of rows it is one.
     """
 
-    def __init__(self, blocks: Tensor) -> None:
-        """`blocks`: [blocks, parts of a block, words ...], the words of a part behind one another."""
-        self.words = math.prod(blocks.shape[2:])
-        (self._block, block_gap), (part, part_gap) = (
-            divmod(step, self.words) for step in blocks.stride()[:2]
-        )
-        assert not block_gap and not part_gap, "parts lie apart by whole parts"
-        rows = (blocks.shape[0] - 1) * self._block + (blocks.shape[1] - 1) * part + 1
-        self.flat = blocks.as_strided((rows, self.words), (self.words, 1))
-        self._parts = torch.arange(blocks.shape[1], device=blocks.device) * part
+    def __init__(self, memory: Tensor, parts: Sequence[tuple[int, int]]) -> None:
+        """`memory`: words. `parts`: of each, where that of block 0 begins and its size, in words; those of the next
+        blocks follow it."""
+        self.words = math.gcd(*(number for part in parts for number in part), memory.numel())
+        self.flat = memory.view(-1, self.words)
+        rows = [
+            (first // self.words + row, size // self.words)
+            for first, size in parts
+            for row in range(size // self.words)
+        ]
+        self._first, self._step = torch.tensor(rows, device=memory.device).unbind(1)
 
     def rows(self, blocks: Sequence[int]) -> Tensor:
-        """The rows of each of `blocks`: [blocks, parts]."""
-        return on_device(blocks, self.flat)[:, None] * self._block + self._parts
+        """The rows of each of `blocks`: [blocks, rows of a block]."""
+        return on_device(blocks, self.flat)[:, None] * self._step + self._first
 
 
 class SwapPool:
     """Places in host memory for blocks of all groups, and the copies under way."""
 
-    def __init__(self, blocks: Sequence[Tensor], num_places: int, steps: DeviceQueue) -> None:
-        """`blocks`: per group [blocks, parts of a block ...]. Nothing is taken where there are no places."""
+    def __init__(self, blocks: Sequence[BlockParts], num_places: int, steps: DeviceQueue) -> None:
+        """`blocks`: per group. Nothing is taken where there are no places."""
         self._steps = steps
-        self._blocks = list(blocks) if num_places else []
-        self._parts = [BlockParts(group) for group in self._blocks]
-        self.places = HostPlaces(self._blocks, num_places, pin=steps.is_gpu)
+        self._parts = list(blocks) if num_places else []
+        first = [parts.flat[parts.rows([0])] for parts in self._parts]  # as large as any
+        self.places = HostPlaces(first, num_places, pin=steps.is_gpu)
         self.places.pin(FIRST_PLACES)
-        self._out, self._back = (Lane(self._blocks, num_places, steps) for _ in range(2))
+        self._out, self._back = (Lane(first, num_places, steps) for _ in range(2))
         self._failed: list[NDArray[np.int32]] = []
 
     def swap(self, out: Swaps, back: Swaps) -> None:

@@ -32,8 +32,9 @@ from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
+from paceline.runner.gpu.device_draft_model import DraftParts, build_guesser, further_layers
 from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
-from paceline.runner.gpu.device_head import DeviceHead, HeadSite, build_head, further_layers
+from paceline.runner.gpu.device_head import DeviceGuesser, FollowedStep, HeadSite
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.drafted_steps import DraftedSteps, StepParts
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
@@ -85,7 +86,7 @@ class GPURunner:
         device: torch.device,
         graphs: bool = True,  # output does not depend on it
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
-        head: HeadFiles | None = None,  # makes drafts
+        guesser: HeadFiles | DraftParts | None = None,  # makes drafts
         adapter_room: AdapterRoom | None = None,  # None: rows have no adapters
         memory: SlabMemory | None = None,  # that models share; None: it has its own
     ) -> None:
@@ -105,14 +106,14 @@ class GPURunner:
             max_logits=max_draws,
             max_kept=max_slots,
             device=device,
-            taps=() if head is None else head.spec.taps,
+            taps=guesser.spec.taps if isinstance(guesser, HeadFiles) else (),
         )
         stored = kv_dtype or self._decoder.dtype
-        self._pools = KVPools(spec, config.kv, rows.tables, stored, further_layers(head), memory)
+        self._pools = KVPools(spec, config.kv, rows.tables, stored, further_layers(guesser), memory)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
-            self._pools,
+            self._pools.layers,
             rotation_tables(spec, config.scheduler.max_model_len + 1, device),
             max_tokens=max_tokens,
             max_slots=max_slots,
@@ -127,14 +128,14 @@ class GPURunner:
             )
         self._sampler = DeviceSampler(rows, spec.vocab_size, eos_token_ids, self._queue, max_draws)
         self._drafts: DeviceDrafts | None = None
-        self._head: DeviceHead | None = None
+        self._guesser: DeviceGuesser | None = None
         if drafts is not None:
-            if head is not None:
+            if guesser is not None:
                 site = HeadSite(self._decoder, self._pools, rows, max_tokens)
-                self._head = build_head(head, site, drafts.width, config.scheduler.max_model_len)
+                self._guesser = build_guesser(guesser, site, drafts.width, config.scheduler.max_model_len)
                 self._rows.lends = False  # it has to see the tokens before
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
-            self._drafts = DeviceDrafts(drafts, rows, device=device, head=self._head, **sizes)
+            self._drafts = DeviceDrafts(drafts, rows, device=device, guesser=self._guesser, **sizes)
         self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device)
         self._visible = torch.zeros(rows.num_rows + 1, dtype=torch.int32, device=device)
         self._next_seq = 1
@@ -158,7 +159,7 @@ class GPURunner:
             graphs=self._graphs,
             adapters=self.adapters,
         )
-        return DraftedSteps(parts, drafts, self._head, max_tokens)
+        return DraftedSteps(parts, drafts, self._guesser, max_tokens)
 
     def _mixed_keys(self, *, adapted: bool) -> list[MixedKey]:
         """The steps with prompts that are replayed, of rows with adapters or without."""
@@ -201,8 +202,8 @@ class GPURunner:
         if self._queue.is_gpu:
             sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
             self._decoder.warm_up(sizes, None if self.adapters is None else self.adapters.of_none)
-            if self._head is not None:
-                self._head.warm_up(sizes)
+            if self._guesser is not None:
+                self._guesser.warm_up(sizes)
         for slots in {
             1,
             *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
@@ -255,12 +256,13 @@ class GPURunner:
         batch = self._rows.dummy_batch(number, count, start=start, num_decode=num_decode)
         return self._seconds(lambda: self._run(batch))
 
-    def byte_seconds(self) -> float:
-        """How long a byte of keys and values takes to be read, as far as a copy tells that."""
+    def context_seconds(self) -> float:
+        """How long keys and values of a token take to be read, as far as a copy tells that."""
         keys = self._pools.layers[0].keys
         half = len(keys) // 2
         seconds = self._seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
-        return seconds / (2 * half * keys[0].nbytes)  # read and written
+        byte_s = seconds / (2 * half * keys[0].nbytes)  # read and written
+        return self._pools.context_bytes * byte_s
 
     def copy_out_and_back(self, count: int) -> None:
         """Copy `count` blocks to the swap pool and back, and wait for it; only while they are not in use."""
@@ -404,8 +406,8 @@ class GPURunner:
         if self.adapters is not None:
             self.adapters.join(joins)
         rows.memory.send()
-        if self._head is not None:
-            self._head.fork(plan.row_copies)
+        if self._guesser is not None:
+            self._guesser.fork(plan.row_copies)
         joined = joins.row.tolist()
         sampler.count_known_tokens(joined)
         for row, params, tokens in zip(joined, joins.sampling, joins.tokens, strict=True):
@@ -521,8 +523,7 @@ class GPURunner:
             assert self.adapters is not None
             adapters = self.adapters.of_rows(slot_rows)
         hidden = self._decoder.forward(self._tokens, self._attention, step, adapters)
-        if self._head is not None:
-            self._head.follow_decoding(self._tokens, slot_rows, hidden, overlapped=overlapped)
+        self._follow(shape, slot_rows, None, hidden)
         logits = self._decoder.logits(hidden, None)
         if kind.undrawn:
             return
@@ -590,9 +591,16 @@ class GPURunner:
             assert self.adapters is not None
             adapters = self.adapters.of_spans(shape.num_tokens, slot_rows, spans, shape.longest_span)
         hidden = self._decoder.forward(tokens, self._attention, step, adapters)
-        if self._head is not None:
-            self._head.follow_spans(tokens, slot_rows, spans, shape.longest_span, hidden)
+        self._follow(shape, slot_rows, spans, hidden)
         return hidden
+
+    def _follow(self, shape: LaunchShape, slot_rows: Tensor, spans: Spans | None, hidden: Tensor) -> None:
+        """A step without drafts has been computed: what guesses keeps what it needs of it."""
+        if self._guesser is not None:
+            step = FollowedStep(
+                shape=shape, tokens=self._tokens, visible=self._visible, slot_rows=slot_rows, spans=spans
+            )
+            self._guesser.follow(step, hidden)
 
 
 def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:

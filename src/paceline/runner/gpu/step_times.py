@@ -16,7 +16,6 @@ import numpy as np
 from paceline.config.engine import EngineConfig, PreemptionCosts, SchedulerConfig, StepCosts
 from paceline.config.sized import weighs_preemption, with_costs, with_drafts
 from paceline.config.speculative import DraftConfig
-from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.graphs import TOKEN_BUCKETS
 from paceline.runner.sizing import block_seconds
 
@@ -39,7 +38,7 @@ class Measurable(Protocol):
 
     def decode_seconds(self, slots: int) -> float: ...
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float: ...
-    def byte_seconds(self) -> float: ...
+    def context_seconds(self) -> float: ...
 
 
 class Drafting(Protocol):
@@ -51,9 +50,7 @@ class Drafting(Protocol):
     def drafted_seconds(self, num_tokens: int) -> float: ...
 
 
-def with_pace(
-    scheduler: SchedulerConfig, runner: Measurable, spec: ModelSpec, item_bytes: int
-) -> SchedulerConfig:
+def with_pace(scheduler: SchedulerConfig, runner: Measurable) -> SchedulerConfig:
     """`scheduler` with a target, unless it has one, and what steps take; a step has no more tokens than keep it."""
     target_ms = scheduler.step_target_ms
     if target_ms == 0.0 and not scheduler.has_dial:
@@ -62,14 +59,12 @@ def with_pace(
     target_ms = pace_ms if target_ms is None else target_ms
     longest_ms = max(pace_ms * scheduler.step_stretch, (scheduler.target_itl_p99_ms or 0.0) * HELD_BEYOND)
     longest_s = longest_ms / 1e3 * MARGIN
-    costs = measured_costs(runner, spec, item_bytes, scheduler, longest_s)
+    costs = measured_costs(runner, scheduler, longest_s)
     most = min(scheduler.max_num_batched_tokens, costs.sizes[-1])
     return replace(scheduler, step_target_ms=target_ms, step_costs=costs, max_num_batched_tokens=most)
 
 
-def measured_costs(
-    runner: Measurable, spec: ModelSpec, item_bytes: int, scheduler: SchedulerConfig, longest_s: float
-) -> StepCosts:
+def measured_costs(runner: Measurable, scheduler: SchedulerConfig, longest_s: float) -> StepCosts:
     """What steps take on this device, up to those that take `longest_s`."""
     longest = scheduler.max_model_len
     most = min(scheduler.max_num_batched_tokens, longest * runner.max_slots)
@@ -90,12 +85,10 @@ def measured_costs(
         seconds.append(max(taken_s, 0.0, *seconds[-1:]))
         if taken_s > longest_s:
             break
-    full = sum(spec.group_windows[group] is None for group in spec.layer_groups)
-    token_bytes = 2 * full * spec.num_kv_heads * spec.head_dim * item_bytes
     return StepCosts(
         sizes=tuple(sizes[: len(seconds)]),
         seconds=tuple(seconds),
-        context_s=token_bytes * runner.byte_seconds(),
+        context_s=runner.context_seconds(),
         product_s=product_s,
         row_s=row_s,
     )
@@ -145,8 +138,6 @@ def _products(num_tokens: int, longest: int) -> float:
 def measured_config(
     config: EngineConfig,
     runner: GPURunner,
-    spec: ModelSpec,
-    item_bytes: int,
     drafts: DraftConfig | None,
     store: StoreLevel | None,
     *,
@@ -156,7 +147,7 @@ def measured_config(
     if drafts is not None:
         config = with_drafts(config, measured_drafts(runner, drafts))
     if has_pace or config.scheduler.has_dial:
-        paced = with_pace(config.scheduler, runner, spec, item_bytes)
+        paced = with_pace(config.scheduler, runner)
         config = replace(config, scheduler=paced)
     if weighs_preemption(config):
         block_s = block_seconds(config, runner.copy_out_and_back)
