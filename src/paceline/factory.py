@@ -31,6 +31,7 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
 from paceline.core.plan import Runner, StepChecker
+from paceline.core.pooling import CHOICE, LAST, MEAN
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
+    from paceline.models.files.pooling import EmbeddingDefaults
     from paceline.models.spec import FurtherLayer
     from paceline.runner.cpu import StepCompute
     from paceline.runner.drafts import Drafter
@@ -182,6 +184,7 @@ class LoadedModel:
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     sleeper: Sleeper | None = None  # None: its memory cannot be let go of
     home: range = range(0)  # slabs with its weights, where memory is shared
+    embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -265,6 +268,7 @@ def load_model(
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
         sleeper=sleeper,
         home=home,
+        embedding=checkpoint.pooled(model.pooling),
     )
 
 
@@ -300,6 +304,7 @@ def _on_cpu(
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
+    config = replace(config, scheduler=replace(config.scheduler, pools=backend.pools))
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")
@@ -379,6 +384,7 @@ class CPUBackend:
     about: dict[str, str | int]  # for run logs
     further: tuple[FurtherLayer, ...] = ()  # of a model that guesses
     make_drafter: Callable[[EngineConfig, StepCompute], Drafter] | None = None  # None: what the config says
+    pools: tuple[str, ...] = (LAST, MEAN, CHOICE)  # kinds of vectors it can make
 
 
 def _native_backend(

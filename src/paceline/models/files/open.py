@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.gguf_model import spec_from_gguf
 from paceline.models.files.layout import Piece, locate_in_folder, locate_in_gguf
+from paceline.models.files.pooling import EmbeddingDefaults, embedding_defaults
 from paceline.models.files.quantized_folder import QuantizedFiles, read_kv_scales
 from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (
@@ -82,6 +83,13 @@ class Checkpoint:
     stored: Mapping[str, StoredType] = field(default_factory=dict)  # by type: what the files hold
     # By layer: of keys and of values, where the files bring any.
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    embedding: EmbeddingDefaults | None = None  # what the files say of the vectors of texts
+
+    def pooled(self, asked: str = "auto") -> EmbeddingDefaults | None:
+        """How texts become vectors, by the files or as asked; None: they do not."""
+        if asked == "auto":
+            return self.embedding
+        return replace(self.embedding or EmbeddingDefaults(kind=asked), kind=asked)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
@@ -135,6 +143,7 @@ def _open_folder(path: Path) -> Checkpoint:
         text=text_of_folder(folder),
         stored=_by_type(files.entries.values()),
         kv_scales=read_kv_scales(weights, str(path)),
+        embedding=embedding_defaults(folder),
     )
 
 
@@ -174,6 +183,7 @@ def _open_dummy(path: Path) -> Checkpoint:
         if folder.generation is None
         else generation_defaults(folder.generation),
         text=text_of_folder(folder),
+        embedding=embedding_defaults(folder),
     )
 
 
