@@ -31,7 +31,6 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
 from paceline.core.plan import Runner, StepChecker
-from paceline.core.pooling import CHOICE, LAST, MEAN
 from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
@@ -47,6 +46,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
+from paceline.runner.cpu_backend import CPUBackend, check_encoder, encoder_backend
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
@@ -62,9 +62,6 @@ if TYPE_CHECKING:
     from paceline.models.files.draft_head import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.files.pooling import EmbeddingDefaults
-    from paceline.models.spec import FurtherLayer
-    from paceline.runner.cpu import StepCompute
-    from paceline.runner.drafts import Drafter
     from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
@@ -235,7 +232,10 @@ def load_model(
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    on_gpu, pulse = choose_device(model) == "cuda", Pulse()
+    is_encoder, pulse = checkpoint.spec.encoder is not None, Pulse()
+    if is_encoder:
+        check_encoder(model, given, drafts)
+    on_gpu = not is_encoder and choose_device(model) == "cuda"
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
@@ -304,7 +304,12 @@ def _on_cpu(
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
-    config = replace(config, scheduler=replace(config.scheduler, pools=backend.pools))
+    config = replace(
+        config,
+        scheduler=replace(
+            config.scheduler, pools=backend.pools, only_pools=checkpoint.spec.encoder is not None
+        ),
+    )
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")
@@ -365,6 +370,8 @@ def _cpu_backend(
     """Read the weights for whatever computes this model."""
     from paceline.runner.guessers import open_guesser, why_torch
 
+    if checkpoint.spec.encoder is not None:
+        return encoder_backend(checkpoint, shared, on_progress)
     guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
     if guesser is not None:
         return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
@@ -372,19 +379,6 @@ def _cpu_backend(
     if isinstance(found, CPUBackend):
         return found
     return _torch_backend(model, checkpoint, shared, on_progress, found)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class CPUBackend:
-    """A way to compute steps on the CPU, with a model's weights in memory."""
-
-    make_step: Callable[[EngineConfig], StepCompute]
-    measure: Callable[[], tuple[float, float]]  # seconds of a step at least, and for each token more
-    notices: tuple[str, ...]
-    about: dict[str, str | int]  # for run logs
-    further: tuple[FurtherLayer, ...] = ()  # of a model that guesses
-    make_drafter: Callable[[EngineConfig, StepCompute], Drafter] | None = None  # None: what the config says
-    pools: tuple[str, ...] = (LAST, MEAN, CHOICE)  # kinds of vectors it can make
 
 
 def _native_backend(

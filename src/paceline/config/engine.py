@@ -362,6 +362,7 @@ class SchedulerConfig:
     learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
     drafts: DraftConfig | None = None  # None: one token per row and step
     pools: tuple[str, ...] = ()  # kinds of vectors that the runner makes; see core.pooling
+    only_pools: bool = False  # and nothing else
 
     def __post_init__(self) -> None:
         check_options(self)

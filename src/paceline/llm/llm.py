@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
+from paceline.core.pooling import CLASSIFY
 from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
 from paceline.core.tree import MAX_TREE_BRANCHES, TreeLimits
@@ -32,6 +33,7 @@ from paceline.llm.vectors import (
     similarities,
     vector_of,
 )
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
@@ -201,6 +203,16 @@ class LLM(ModelHolder):
         sampling = pooled_sampling(defaults, dimensions=dimensions, normalize=normalize)
         listed = [prompted(prompt, defaults, prompt_name) for prompt in _listed(prompts)]
         return self._pool(listed, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """How well each label of a classifier fits each text: `output.outputs.probs`."""
+        options = self.loaded.checkpoint.spec.encoder
+        if options is None or not options.labels:
+            raise InvalidRequest("this model has no labels: load one with a classifier", param="model")
+        sampling = pooled_sampling(EmbeddingDefaults(kind=CLASSIFY), kind=CLASSIFY)
+        return self._pool(_listed(prompts), sampling, use_tqdm=use_tqdm)
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = True

@@ -53,6 +53,11 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         reason = _cannot_drop(state)
         if reason:
             return Rejection([request], Rule.KV_KEEP, InvalidRequest(f"kv_keep: {reason}", param="kv_keep"))
+    if request.sampling.pooling is None and state.config.only_pools:
+        error = InvalidRequest(
+            "this model makes vectors, not text; use embed or /v1/embeddings", param="model"
+        )
+        return Rejection([request], Rule.POOLING, error)
     if request.sampling.pooling is not None:
         reason = _cannot_pool(state, request.sampling.pooling.kind)
         if reason:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.pooling import MEAN
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import packaged_model
 from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of_folder, text_of_gguf
@@ -49,7 +50,7 @@ def dummy_tensors(spec: ModelSpec) -> dict[str, Callable[[], StoredTensor]]:
 
 def _make(name: str, shape: tuple[int, ...], spec: ModelSpec) -> StoredTensor:
     def values(_: StoredTensor) -> NDArray[np.float32]:
-        if "norm" in name:
+        if "norm" in name.lower():
             return np.full(shape, 1.0 - spec.norm_offset, np.float32)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
@@ -88,7 +89,8 @@ class Checkpoint:
     def pooled(self, asked: str = "auto") -> EmbeddingDefaults | None:
         """How texts become vectors, by the files or as asked; None: they do not."""
         if asked == "auto":
-            return self.embedding
+            is_other = self.embedding is not None or self.spec.encoder is None or self.spec.encoder.labels
+            return self.embedding if is_other else EmbeddingDefaults(kind=MEAN)
         return replace(self.embedding or EmbeddingDefaults(kind=asked), kind=asked)
 
     def names(self) -> frozenset[str]:
