@@ -284,6 +284,11 @@ class SamplingParams:
         """Whether anything is wanted of its times."""
         return not self.deadline_ms is self.ttft_slo_ms is self.itl_slo_ms is None
 
+    @property
+    def longest_output(self) -> int:
+        """Most tokens of an answer; a request that ends with a vector has none."""
+        return 0 if self.pooling is not None else self.max_tokens
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids outside `[0, vocab_size)` in any field."""
         fields: tuple[tuple[str, tuple[int, ...]], ...] = (

@@ -67,6 +67,11 @@ def pooled_sampling(
     normalize: bool | None = None,
 ) -> SamplingParams:
     """The parameters of a request for a vector; what is None is as the model has it."""
+    if dimensions is not None and dimensions > defaults.width:
+        raise InvalidRequest(
+            f"dimensions: {dimensions} are asked for, and a vector of this model has {defaults.width}",
+            param="dimensions",
+        )
     pooling = PoolingParams(
         kind=kind or defaults.kind,
         dimensions=dimensions,

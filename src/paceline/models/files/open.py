@@ -88,10 +88,12 @@ class Checkpoint:
 
     def pooled(self, asked: str = "auto") -> EmbeddingDefaults | None:
         """How texts become vectors, by the files or as asked; None: they do not."""
-        if asked == "auto":
-            is_other = self.embedding is not None or self.spec.encoder is None or self.spec.encoder.labels
-            return self.embedding if is_other else EmbeddingDefaults(kind=MEAN)
-        return replace(self.embedding or EmbeddingDefaults(kind=asked), kind=asked)
+        found, options = self.embedding, self.spec.encoder
+        if asked != "auto":
+            found = replace(found or EmbeddingDefaults(kind=asked), kind=asked)
+        elif found is None and options is not None and not options.labels:
+            found = EmbeddingDefaults(kind=MEAN)
+        return None if found is None else replace(found, width=self.spec.hidden_size)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)

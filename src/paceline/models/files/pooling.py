@@ -35,6 +35,7 @@ class EmbeddingDefaults:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)  # text put before an input, by name
     default_prompt: str = ""  # the name of one of them, or nothing
+    width: int = 0  # numbers of a vector
     max_length: int | None = (
         None  # tokens that the model was trained with; longer inputs are cut there if asked
     )
