@@ -25,7 +25,14 @@ from paceline.config.engine import (
 )
 from paceline.config.models import SharedMemory
 from paceline.config.options import pick
-from paceline.config.sized import Capacity, engine_config, weighs_preemption, with_costs, with_drafts
+from paceline.config.sized import (
+    Capacity,
+    engine_config,
+    weighs_preemption,
+    with_costs,
+    with_drafts,
+    with_pools,
+)
 from paceline.config.speculative import read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
@@ -232,9 +239,7 @@ def load_model(
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    is_encoder, pulse = checkpoint.spec.encoder is not None, Pulse()
-    if is_encoder:
-        check_encoder(model, given, drafts)
+    is_encoder, pulse = check_encoder(checkpoint.spec, model, given, drafts), Pulse()
     on_gpu = not is_encoder and choose_device(model) == "cuda"
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
@@ -304,12 +309,7 @@ def _on_cpu(
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
-    config = replace(
-        config,
-        scheduler=replace(
-            config.scheduler, pools=backend.pools, only_pools=checkpoint.spec.encoder is not None
-        ),
-    )
+    config = with_pools(config, backend.pools, only=checkpoint.spec.encoder is not None)
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")

@@ -1,4 +1,4 @@
-"""/v1/embeddings over sockets: texts and token ids, floats and base64, many inputs beside streams, and what is refused."""
+"""/v1/embeddings over sockets: texts and token ids, floats and base64, many inputs beside streams, what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_token_ids_base64_and_dimensions(server: ClientServer, wanted: dict[str,
 def test_the_official_client_reads_them(server: ClientServer, wanted: dict[str, np.ndarray]) -> None:
     with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         for encoding in ("float", "base64"):
-            answer = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format=encoding)  # type: ignore[arg-type]
+            answer = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format=encoding)
             if encoding == "float":
                 found = np.array([entry.embedding for entry in answer.data])
                 assert np.abs(found - np.stack([wanted[text] for text in TEXTS])).max() < 1e-6

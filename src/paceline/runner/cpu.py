@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class KVStore(Protocol):
     def unpack(self, place: int, source: NDArray[np.uint8]) -> None: ...
 
 
-class StepCompute(States, Protocol):
+class StepCompute(Protocol):
     """Computes the tokens of a step; keeps their keys and values."""
 
     @property
@@ -121,7 +121,9 @@ class CPURunner:
         self._follower = self._drafter if isinstance(self._drafter, FollowingDrafter) else None
         if self._follower is not None:
             self._follower.attach(self._sampler)
-        self._pooler = Pooler(compute)
+        self._pooler = Pooler(
+            cast(States, compute)
+        )  # which it is where the config says that vectors are made
         self._guided: set[int] = set()  # rows whose tokens a guide allows
         self._guides: dict[int, Mapping[int, Guide]] = {}  # of steps under way
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step

@@ -19,7 +19,7 @@ from paceline.runner.machine_load import MANY_TOKENS, FreeCores
 
 if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
-    from paceline.models.spec import FurtherLayer
+    from paceline.models.spec import FurtherLayer, ModelSpec
     from paceline.runner.cpu import StepCompute
     from paceline.runner.drafts import Drafter
 
@@ -68,8 +68,12 @@ def encoder_backend(
     )
 
 
-def check_encoder(model: ModelConfig, given: Mapping[str, Any], drafts: DraftConfig | None) -> None:
-    """Refuse options that are about what an encoder does not have."""
+def check_encoder(
+    spec: ModelSpec, model: ModelConfig, given: Mapping[str, Any], drafts: DraftConfig | None
+) -> bool:
+    """Whether a model is an encoder; if so, options that are about what it does not have are refused."""
+    if spec.encoder is None:
+        return False
     wrong = {
         "--speculative-config": drafts is not None,
         "--enable-lora": model.has_adapters,
@@ -81,3 +85,4 @@ def check_encoder(model: ModelConfig, given: Mapping[str, Any], drafts: DraftCon
     }
     for name in (name for name, is_given in wrong.items() if is_given):
         raise ConfigError(f"{name}: this model is an encoder, computed in float32 on a CPU; leave it out")
+    return True

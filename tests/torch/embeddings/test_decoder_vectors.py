@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.core.events import Finished
 from paceline.core.pooling import PoolingParams
 from paceline.errors import InvalidRequest
 from tests.torch.llm_helpers import is_at_rest
@@ -117,7 +118,7 @@ def test_texts_are_generated_and_embedded_in_the_same_steps(llm: LLM) -> None:
     numbers = [engine.add(tokens, params)[0] for tokens in ids]
     ends = [engine.add(tokens, pooled)[0] for tokens in ids]
     generated: dict[int, list[int]] = {number: [] for number in numbers}
-    ended = {}
+    ended: dict[int, Finished] = {}
     while engine.has_requests:
         events = engine.step()
         for batch in events.tokens:
@@ -147,7 +148,7 @@ def test_a_preempted_row_begins_its_sum_again(saved: tuple[Path, Any], backend: 
         wanted, engine = vectors(llm, [texts()[-1]])[0], llm.loaded.engine
         pooled = SamplingParams(pooling=PoolingParams(kind="mean", normalize=True))
         (number,) = engine.add(texts()[-1], pooled)
-        endings = []
+        endings: list[Finished] = []
         for step in range(60):
             endings += engine.step().finished
             if step in (3, 7):
