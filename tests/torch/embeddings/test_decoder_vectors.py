@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.audit.codec import unpack
+from paceline.audit.runlog import read_run_log
+from paceline.audit.story import explain_from_log
 from paceline.core.events import Finished
 from paceline.core.pooling import PoolingParams
 from paceline.errors import InvalidRequest
+from paceline.lab.sim.replayer import replay
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.tiny_models import VOCAB, save
 
@@ -159,11 +164,43 @@ def test_a_preempted_row_begins_its_sum_again(saved: tuple[Path, Any], backend: 
     assert ending.cost.redone > 0
 
 
-def test_scores_and_ranks_follow_cosines(llm: LLM) -> None:
-    one, other = texts()[4:6]
-    (first,), (second,) = vectors(llm, [one]), vectors(llm, [other])
-    assert float(first @ second) < 0.999
-    assert float(first @ first) == pytest.approx(1.0, abs=1e-5)
+def test_scores_and_ranks_follow_cosines(folder: Path) -> None:
+    words = ["hello there", "a", "the quick brown fox", "hello there"]
+    with LLM(str(folder), load_format="dummy", pooling="mean", num_blocks=64) as llm:
+        found = [output.outputs.data for output in llm.embed(words, use_tqdm=False)]
+        scores = llm.score(words[0], words[1:], use_tqdm=False)
+        ranked = llm.rerank(words[0], words[1:], top_n=2, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="2 texts and 3"):
+            llm.score(words[:2], words[1:], use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="top_n must be at least 1"):
+            llm.rerank("a", words, top_n=0)
+    assert np.allclose(scores, [float(found[0] @ other) for other in found[1:]], atol=1e-6)
+    assert (ranked[0].index, len(ranked)) == (2, 2)
+    assert ranked[0].relevance_score == pytest.approx(1.0, abs=1e-6)
+    assert ranked[0].relevance_score >= ranked[1].relevance_score == pytest.approx(sorted(scores)[-2])
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_a_run_with_vectors_replays_and_has_none_of_their_numbers(
+    saved: tuple[Path, Any], tmp_path: Path, kind: str
+) -> None:
+    log = tmp_path / "run.jsonl"
+    options = {**OPTIONS, "max_num_batched_tokens": 24, "run_log": str(log)}
+    with LLM(str(saved[0]), pooling=kind, **options) as llm:
+        vectors(llm, texts() + texts())
+        llm.generate(texts(), SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)
+    assert replay(read_run_log(log)).is_equal
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [line["result"]["vectors"] for line in lines if "vectors" in line.get("result", {})]
+    assert sum(len(unpack(each)) for each in rows) == 2 * len(LENGTHS)
+    assert any(
+        each[2].get("pooling") == [kind, []]
+        for line in lines
+        for each in line.get("inputs", [])
+        if each[0] == "add"
+    )
+    story = explain_from_log(read_run_log(log), 1).sentences()
+    assert f"asked for a vector ({kind})" in story[0] and "has its vector" in story[-1]
 
 
 def test_what_cannot_be_is_refused_with_its_place(llm: LLM, saved: tuple[Path, Any]) -> None:
