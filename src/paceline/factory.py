@@ -23,7 +23,14 @@ from paceline.config.engine import (
 )
 from paceline.config.model_set import SharedMemory
 from paceline.config.options import pick
-from paceline.config.sized import Capacity, engine_config, weighs_preemption, with_costs, with_drafts
+from paceline.config.sized import (
+    Capacity,
+    engine_config,
+    weighs_preemption,
+    with_costs,
+    with_drafts,
+    with_pools,
+)
 from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
@@ -44,6 +51,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
+from paceline.runner.cpu_backend import CPUBackend, check_encoder, encoder_backend
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
@@ -58,9 +66,7 @@ if TYPE_CHECKING:
 
     from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
-    from paceline.models.spec import FurtherLayer
-    from paceline.runner.cpu import StepCompute
-    from paceline.runner.drafts import Drafter
+    from paceline.models.files.pooling import EmbeddingDefaults
     from paceline.runner.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
@@ -190,6 +196,7 @@ class LoadedModel:
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     sleeper: Sleeper | None = None  # None: its memory cannot be let go of
     place: ModelPlace = NOWHERE
+    embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -240,7 +247,8 @@ def load_model(
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    on_gpu, pulse = choose_device(model) == "cuda", Pulse()
+    is_encoder, pulse = check_encoder(checkpoint.spec, model, given, drafts), Pulse()
+    on_gpu = not is_encoder and choose_device(model) == "cuda"
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
@@ -273,6 +281,7 @@ def load_model(
         store_work=(lambda: NO_STORE_WORK) if disk is None else disk.work,
         sleeper=sleeper,
         place=place,
+        embedding=checkpoint.pooled(model.pooling),
     )
 
 
@@ -307,6 +316,7 @@ def _on_cpu(
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
+    config = with_pools(config, backend.pools, only=checkpoint.spec.encoder is not None)
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")
@@ -367,6 +377,8 @@ def _cpu_backend(
     """Read the weights for whatever computes this model."""
     from paceline.runner.guessers import open_guesser, why_torch
 
+    if checkpoint.spec.encoder is not None:
+        return encoder_backend(checkpoint, shared, on_progress)
     guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
     if guesser is not None:
         return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
@@ -374,18 +386,6 @@ def _cpu_backend(
     if isinstance(found, CPUBackend):
         return found
     return _torch_backend(model, checkpoint, shared, on_progress, found)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class CPUBackend:
-    """A way to compute steps on the CPU, with a model's weights in memory."""
-
-    make_step: Callable[[EngineConfig], StepCompute]
-    measure: Callable[[], tuple[float, float]]  # seconds of a step at least, and for each token more
-    notices: tuple[str, ...]
-    about: dict[str, str | int]  # for run logs
-    further: tuple[FurtherLayer, ...] = ()  # of a model that guesses
-    make_drafter: Callable[[EngineConfig, StepCompute], Drafter] | None = None  # None: what the config says
 
 
 def _native_backend(

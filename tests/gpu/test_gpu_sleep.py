@@ -19,7 +19,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 
 from paceline import LLM, SamplingParams
 from paceline.config.engine import PreemptionCosts
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.engine.engine import Engine
 from paceline.engine.slab_trade import SlabTrade, broken_slabs

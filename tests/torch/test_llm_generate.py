@@ -276,7 +276,7 @@ def test_prompts_with_more_than_text_are_refused(llm: LLM) -> None:
         llm.generate({"prompt": "x", "multi_modal_data": {"image": object()}}, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ["embed", "encode", "classify", "score", "beam_search"])
+@pytest.mark.parametrize("name", ["encode", "reward", "beam_search"])
 def test_methods_that_are_not_there_say_what_to_do(llm: LLM, name: str) -> None:
     with pytest.raises(AttributeError, match=f"^LLM.{name} is not supported: ."):
         getattr(llm, name)("x")

@@ -36,6 +36,7 @@ from paceline.core.inputs import INPUT_TYPES, AddRequest, Input
 from paceline.core.plan import (
     DRAFT_KINDS,
     EMPTY,
+    NO_TRUST,
     RUNNING_ON,
     BlockAppends,
     BlockCopies,
@@ -45,11 +46,13 @@ from paceline.core.plan import (
     RowDrops,
     RowJoins,
     RowSpans,
+    RowVector,
     StepPlan,
     StepResult,
     StepTimes,
     StepWork,
     Swaps,
+    i32,
 )
 from paceline.core.request import BlockReason, RequestId
 
@@ -146,6 +149,7 @@ def config_of(value: Json) -> EngineConfig:
         drafts = dict(scheduler["drafts"])
         lists = {name: tuple(drafts.get(name, ())) for name in ("sizes", "seconds")}
         scheduler["drafts"] = DraftConfig(**{**drafts, **lists})
+    scheduler["pools"] = tuple(scheduler.get("pools", ()))
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)
@@ -205,6 +209,7 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "wishes": tuple,
     "tree": tuple,
     "kv_keep": tuple,
+    "pooling": lambda pooled: (pooled[0], tuple(pooled[1])),
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,
@@ -276,7 +281,7 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def encode_result(result: StepResult, generations: Generations) -> dict[str, Json]:
-    """What came back, without the tokens."""
+    """What came back, without tokens and without what vectors hold."""
     encoded: dict[str, Json] = {"rows": pack(result.rows)}
     if not np.array_equal(generations.of(result.rows), result.generation):
         encoded["generation"] = pack(result.generation)
@@ -291,6 +296,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["copies_failed"] = result.copies_failed.tolist()
     if result.disk_is_off:
         encoded["disk_is_off"] = True
+    if result.vectors:
+        encoded["vectors"] = pack(i32(vector.row for vector in result.vectors))
     times = result.times
     if times.start_s or times.end_s:
         encoded["times"] = [plain(times.start_s), plain(times.end_s)]
@@ -327,6 +334,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),
         drafts=None if drafts is None else DraftTally(*map(unpack, drafts)),
+        vectors=tuple(RowVector(row, NO_TRUST) for row in _column(value, "vectors", EMPTY).tolist()),
     )
     columns: list[NDArray[Any]] = [result.generation, result.count, result.finished, result.finite]
     columns += [each for each in (result.verified, result.predicted) if len(each)]

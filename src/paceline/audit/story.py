@@ -31,6 +31,7 @@ _CAUSES = {
 _ENDS = {
     Rule.STOP: "reached a stop",
     Rule.LENGTH: "reached its length",
+    Rule.VECTOR: "has its vector",
     Rule.DEADLINE: "was ended: its deadline had passed",
     Rule.PRUNED: "was pruned",
     Rule.HOLD_OVER: "was held at its end, nothing came of it, and it was let go",
@@ -51,6 +52,7 @@ _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
+    Rule.POOLING: "it wanted a vector that this engine does not make",
     Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
     Rule.DEADLINE_INFEASIBLE: "the times it wanted could not be kept as things stood",
@@ -380,9 +382,13 @@ class LoggedRequest:
         )
         priority = f", priority {request.service_level.priority}" if request.service_level.priority else ""
         branch = "" if request.parent is None else f", a branch of request {request.parent}"
+        pooled = request.sampling.pooling
+        wanted = (
+            f"up to {request.sampling.max_tokens:,} more" if pooled is None else f"a vector ({pooled.kind})"
+        )
         return (
             f"request {request.id}{owner} came at {request.arrival_s:.3f} s with {request.num_prompt:,} tokens of "
-            f"prompt and asked for up to {request.sampling.max_tokens:,} more{service}{priority}{branch}"
+            f"prompt and asked for {wanted}{service}{priority}{branch}"
         )
 
 

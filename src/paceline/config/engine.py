@@ -330,6 +330,8 @@ class SchedulerConfig:
     preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
     learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
     drafts: DraftConfig | None = None  # None: one token per row and step
+    pools: tuple[str, ...] = ()  # kinds of vectors that the runner makes; see core.pooling
+    only_pools: bool = False  # and nothing else
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -480,6 +482,12 @@ class ModelConfig(CheckedOptions):
         None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
     )
     max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
+    pooling: str = option(
+        "auto",
+        "what the vector of a text is; auto: what the model's files say; last or mean: of any model, which then "
+        "answers /v1/embeddings beside chat",
+        choices=("auto", "last", "mean", "cls"),
+    )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)
 

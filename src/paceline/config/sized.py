@@ -41,6 +41,11 @@ def with_drafts(config: EngineConfig, drafts: DraftConfig) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, drafts=drafts))
 
 
+def with_pools(config: EngineConfig, pools: tuple[str, ...], *, only: bool) -> EngineConfig:
+    """With the kinds of vectors that its runner makes, and whether it makes nothing else."""
+    return replace(config, scheduler=replace(config.scheduler, pools=pools, only_pools=only))
+
+
 def weighs_preemption(config: EngineConfig) -> bool:
     """Whether anything is decided by what preemption costs; if not, nothing is measured."""
     return config.kv.num_host_blocks > 0 or config.scheduler.scheduling_policy != "fcfs"

@@ -44,6 +44,7 @@ class Finished(NamedTuple):
     preemptions: int
     queue_s: float = 0.0  # from arrival to its first admission, or to its end if it never was admitted
     cost: Cost = NO_COST
+    vector: bytes = b""  # of a pooled request that ended well: little-endian float32
 
 
 class Held(NamedTuple):
@@ -179,6 +180,7 @@ class Rule(StrEnum):
     # finish; what is not named here stands under abort or error, with its detail
     STOP = "stop"
     LENGTH = "length"
+    VECTOR = "vector"  # its prompt is computed, and it ends with that vector
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"  # change too: it was given one, or none
@@ -194,6 +196,7 @@ class Rule(StrEnum):
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
     KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
+    POOLING = "pooling"  # it wants a vector, and this engine makes none of that kind
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone

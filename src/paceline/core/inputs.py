@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.core.dial import DialKind
 from paceline.core.kv_keep import KVKeep
+from paceline.core.pooling import PoolingParams
 from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, named_keys
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
@@ -72,11 +73,13 @@ class AddRequest(Input):
     cache_s: int | None = None  # how long its prompt is to stay cached
     cache_share: float = 1.0  # of its tenant
     kv_keep: tuple[int, int] | None = None  # first and recent tokens whose KV is kept; None: all are
+    # It ends with a vector: the kind, and the token ids of choice.
+    pooling: tuple[str, tuple[int, ...]] | None = None
 
     @classmethod
     def of(cls, request: Request, together: int) -> AddRequest:
         wanted, limits = request.sampling, request.tree_limits
-        kept = wanted.kv_keep
+        kept, pooled = wanted.kv_keep, wanted.pooling
         wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
         return cls(
             id=request.id,
@@ -101,6 +104,7 @@ class AddRequest(Input):
             cache_s=wanted.prompt_cache_s,
             cache_share=wanted.cache_share,
             kv_keep=None if kept is None else (kept.first, kept.recent),
+            pooling=None if pooled is None else (pooled.kind, pooled.token_ids),
         )
 
     def make_request(self) -> Request:
@@ -122,6 +126,9 @@ class AddRequest(Input):
                 kv_keep=None
                 if self.kv_keep is None
                 else KVKeep(first=self.kv_keep[0], recent=self.kv_keep[1]),
+                pooling=None
+                if self.pooling is None
+                else PoolingParams(kind=self.pooling[0], token_ids=self.pooling[1]),
             ),
             arrival_s=self.arrival_s,
             tenant=self.tenant,

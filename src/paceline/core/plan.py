@@ -259,6 +259,13 @@ class DraftTally(NamedTuple):
     offered: I32 = NOT_COUNTED  # rows that had drafts, verified or not; where steps have sizes
 
 
+class RowVector(NamedTuple):
+    """What the prompt of a pooled row came to; the row ends with it."""
+
+    row: int
+    values: F32
+
+
 class GuideWork(NamedTuple):
     """What the guides of a step's rows took and brought."""
 
@@ -291,6 +298,7 @@ class StepResult(NamedTuple):
     # Tickets whose bytes were not written, or are not what they should be.
     copies_failed: I32 = EMPTY
     disk_is_off: bool = False  # it failed too often: every ticket of it will fail from now on
+    vectors: tuple[RowVector, ...] = ()  # of pooled rows whose prompt is computed
 
 
 class Pending(Protocol):

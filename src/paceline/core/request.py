@@ -192,6 +192,7 @@ class Request:
         "tokens",
         "tree",
         "tree_limits",
+        "vector",
     )
 
     def __init__(
@@ -242,6 +243,7 @@ class Request:
         self.joined_at = 0  # tokens it had computed when it last got a row
         self.cost = NO_COST  # of the rows it has left
         self.fail_detail = ""
+        self.vector = b""  # what a pooled request ends with; see Finished
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
@@ -253,11 +255,15 @@ class Request:
     @property
     def max_total(self) -> int:
         """Prompt and output together, at most."""
+        if self.sampling.pooling is not None:
+            return self.num_prompt
         return self.num_prompt + self.sampling.max_tokens
 
     def num_sharable(self, block_size: int) -> int:
         """Of its tokens, those whose KV may come from other requests, and the last one, which is always computed."""
-        kept = self.sampling.kv_keep
+        kept, pooled = self.sampling.kv_keep, self.sampling.pooling
+        if pooled is not None and not pooled.reads_last:
+            return 1
         if kept is None:
             return self.num_tokens
         return min(self.num_tokens, kept.sees_all(self.num_prompt, block_size) + 1)
@@ -265,6 +271,8 @@ class Request:
     @property
     def most_generated(self) -> int:
         """Tokens it may come to generate; what is put in from outside is not counted."""
+        if self.sampling.pooling is not None:
+            return 0
         return self.sampling.max_tokens - self.cost.injected
 
     @property

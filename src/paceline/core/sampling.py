@@ -18,6 +18,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
 from paceline.core.kv_keep import KVKeep
+from paceline.core.pooling import FIELD as POOLING
+from paceline.core.pooling import PoolingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 
@@ -208,6 +210,11 @@ class SamplingParams:
         "tokens whose KV is kept once the answer has begun, the first and the most recent ones; what lies between is "
         "dropped, which changes the answer",
     )
+    pooling: PoolingParams | None = parameter(  # noqa: RUF009
+        None,
+        "the request ends with a vector instead of tokens; use `LLM.embed` or /v1/embeddings",
+        offered=Offer.NOWHERE,
+    )
     prompt_cache_s: int | None = parameter(
         None,
         "seconds after its end for which the prompt's KV is among the last to be evicted",
@@ -277,6 +284,11 @@ class SamplingParams:
         """Whether anything is wanted of its times."""
         return not self.deadline_ms is self.ttft_slo_ms is self.itl_slo_ms is None
 
+    @property
+    def longest_output(self) -> int:
+        """Most tokens of an answer; a request that ends with a vector has none."""
+        return 0 if self.pooling is not None else self.max_tokens
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids outside `[0, vocab_size)` in any field."""
         fields: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -285,6 +297,7 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", tuple(t for word in self.bad_words if not isinstance(word, str) for t in word)),
             ("prediction", () if isinstance(self.prediction, str) else self.prediction),
+            (POOLING, () if self.pooling is None else self.pooling.token_ids),
         )
         for name, tokens in fields:
             for token in tokens:
@@ -360,6 +373,8 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
     if params.kv_keep is not None:
         object.__setattr__(params, "kv_keep", KVKeep.of(params.kv_keep))
+    if params.pooling is not None:
+        object.__setattr__(params, POOLING, PoolingParams.of(params.pooling))
     if params.logit_bias is None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
@@ -449,5 +464,23 @@ def _check_counts(params: SamplingParams) -> None:
             "kv_keep: an answer that does not see its whole prompt is not measured by it; leave prompt_logprobs out",
             param="kv_keep",
         )
+    if params.pooling is not None:
+        _check_pooled(params)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
+
+
+def _check_pooled(params: SamplingParams) -> None:
+    """A request that ends with a vector has no output that these could be about."""
+    for name, unset in _NOT_POOLED.items():
+        if getattr(params, name) != unset:
+            raise InvalidRequest(
+                f"{name}: a request with {POOLING} ends with a vector and has no tokens; leave it out",
+                param=name,
+            )
+
+
+_NOT_POOLED: Mapping[str, Any] = {
+    name: PARAMETERS[name].default
+    for name in ("n", "logprobs", "prompt_logprobs", "structured_outputs", "kv_keep", "on_stop", "prediction")
+}

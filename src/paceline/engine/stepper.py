@@ -1,6 +1,6 @@
 """Stepping an engine for as long as there is something to do, and knowing how long there is nothing.
 
-The owner of the engine's thread (`llm.async_llm`, `process.service`) brings commands and its own way to
+The owner of the engine's thread (`llm.async_llm`, `process.engine_service`) brings commands and its own way to
 sleep; what a step is, when events are delivered, and when a step may help at all is the same for all of them.
 """
 

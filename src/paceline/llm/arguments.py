@@ -53,7 +53,8 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
 _LORA = "give LoRARequest(name, number, folder) as lora_request; it is read when it is first used"
 _PROMPT_ADAPTER = "prompt adapters cannot be loaded; LoRA adapters can: lora_request"
 _MEDIA = "models read text only; leave images, audio and video out"
-_POOLING = "models generate text; use an embedding or ranking library for vectors and scores"
+_POOLING = "use embed, score, classify or rerank of LLM"
+_ONLY_LLM = "LLM has it, and a server answers /v1/embeddings"
 _PROFILE = "record a run with run_log='run.jsonl.gz' and look at it with `paceline trace`"
 _SCHEMA = "give SamplingParams(structured_outputs={'json': schema}); there is one backend"
 _KERNELS = "kernels and graphs follow from the model; enforce_eager=True leaves graphs out"
@@ -103,7 +104,8 @@ OPTIONS: Hints = {
 }
 # Methods of the classes.
 METHODS: Hints = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("encode", "reward"), _POOLING),
+    **dict.fromkeys(("embed", "classify", "score", "rerank"), _ONLY_LLM),  # of AsyncLLM
     "beam_search": "use search('beam', prompt, width=...)",
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),

@@ -369,6 +369,7 @@ class Collector:
         if branch.id in self._unread.open_ids:
             self._bring_back(branch)
         output.text += branch.text.finish(ending.reason.value, ending.detail)
+        output.vector = ending.vector
         result = whole.output
         if output.index == 0:  # the others take the prompt over from the first
             result.num_cached_tokens = ending.num_cached

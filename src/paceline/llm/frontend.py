@@ -28,6 +28,7 @@ from paceline.llm.prompts import (
     PromptReader,
     prepared_chat,
 )
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named
@@ -57,6 +58,18 @@ class Frontend:
             max_model_len=self.max_model_len,
             seed=model_config.seed,
         )
+
+    @property
+    def embedding(self) -> EmbeddingDefaults:
+        """How texts become vectors. Raises InvalidRequest where that is not known."""
+        found = self.loaded.embedding
+        if found is None:
+            raise InvalidRequest(
+                "the files of this model do not say what the vector of a text is: load it with "
+                "pooling='last' or 'mean'",
+                param="pooling",
+            )
+        return found
 
     @property
     def default_sampling(self) -> SamplingParams:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
+from paceline.core.pooling import CLASSIFY
 from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
 from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
@@ -22,6 +23,17 @@ from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 from paceline.llm.search import SearchResult, make_search
 from paceline.llm.tree import AsyncTree, Inserted, Tree, now
+from paceline.llm.vectors import (
+    PoolingRequestOutput,
+    Ranked,
+    Vector,
+    pair_up,
+    pooled_sampling,
+    prompted,
+    similarities,
+    vector_of,
+)
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
@@ -169,6 +181,78 @@ class LLM(ModelHolder):
             )
             prepared.append(request)
         return self._run(prepared, None, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        use_tqdm: bool = True,
+        lora_request: Adapters = None,
+        **unsupported: Any,
+    ) -> list[PoolingRequestOutput]:
+        """The vector of each text, in their order: `output.outputs.data`, or `.embedding` as a list.
+
+        `dimensions`: only the first numbers of each; `normalize`: to a length of 1, by default as its files say;
+        `prompt_name`: one of the texts that they put before an input. Raises if one of the texts cannot have a vector.
+        """
+        check_call(self.embed, unsupported)
+        defaults = self._front.embedding
+        sampling = pooled_sampling(defaults, dimensions=dimensions, normalize=normalize)
+        listed = [prompted(prompt, defaults, prompt_name) for prompt in _listed(prompts)]
+        return self._pool(listed, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """How well each label of a classifier fits each text: `output.outputs.probs`."""
+        options = self.loaded.checkpoint.spec.encoder
+        if options is None or not options.labels:
+            raise InvalidRequest("this model has no labels: load one with a classifier", param="model")
+        sampling = pooled_sampling(EmbeddingDefaults(kind=CLASSIFY), kind=CLASSIFY)
+        return self._pool(_listed(prompts), sampling, use_tqdm=use_tqdm)
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = True
+    ) -> list[float]:
+        """How alike texts are, pair by pair: the cosine of their vectors. One text is compared with each other one."""
+
+        def embed(texts: list[str]) -> list[Vector]:
+            return [output.outputs.data for output in self.embed(texts, use_tqdm=use_tqdm)]
+
+        return similarities(embed, *pair_up(text_1, text_2))
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, use_tqdm: bool = True
+    ) -> list[Ranked]:
+        """Documents by how well they fit a query, the best first."""
+        if top_n is not None and top_n < 1:
+            raise InvalidRequest(f"top_n must be at least 1, not {top_n}", param="top_n")
+        scores = self.score(query, documents, use_tqdm=use_tqdm)
+        ranked = [
+            Ranked(index=index, document=document, relevance_score=score)
+            for index, (document, score) in enumerate(zip(documents, scores, strict=True))
+        ]
+        return sorted(ranked, key=lambda each: -each.relevance_score)[:top_n]
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        use_tqdm: bool,
+        lora_request: Adapters = None,
+    ) -> list[PoolingRequestOutput]:
+        prepared = []
+        for place, prompt in enumerate(prompts):
+            try:
+                prepared.append(self._front.read(prompt, sampling))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"input {place}: {error}", param="input") from None
+        outputs = self._run(prepared, None, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [vector_of(output, place) for place, output in enumerate(outputs)]
 
     def stream(
         self,

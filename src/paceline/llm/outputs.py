@@ -50,6 +50,7 @@ class CompletionOutput:
     # it runs and when it has ended.
     held: str | None = None
     num_holds: int = 0  # so far
+    vector: bytes = b""  # of a pooled request: little-endian float32
     num_generated: int = (
         0  # of its tokens, those it did not take over from another branch and that were not put in
     )
@@ -75,6 +76,7 @@ class CompletionOutput:
             held=self.held,
             num_holds=self.num_holds,
             num_generated=self.num_generated,
+            vector=self.vector,
         )
 
 

@@ -166,6 +166,14 @@ class PromptReader:
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         """Fill in what a request leaves open: the rest of the context, a seed, ids for words."""
         room = self._max_model_len - num_prompt
+        if sampling.pooling is not None:
+            if room < 0:
+                raise InvalidRequest(
+                    f"This model's maximum context length is {self._max_model_len} tokens; the input has {num_prompt}",
+                    param="input",
+                )
+            sampling.check_vocabulary(self._vocab_size)
+            return sampling
         if room < 1:
             raise InvalidRequest(
                 f"This model's maximum context length is {self._max_model_len} tokens; the prompt has "

@@ -44,10 +44,22 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """One decoder-only transformer."""
+class EncoderSpec:
+    """What an encoder has beside the sizes that it shares with a decoder."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral or qwen3_moe
+    num_positions: int  # rows of its table of positions
+    position_offset: int = 0  # the row of a text's first token
+    num_types: int = 2
+    labels: tuple[str, ...] = ()  # of a classifier
+    head: tuple[str, str] = ("", "")  # its two products, by the names of their tensors
+    prefix: str = ""  # that a model with a head puts before the names of its tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One transformer: a decoder, unless it has the options of an encoder."""
+
+    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral, qwen3_moe; bert, xlm-roberta
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -70,6 +82,9 @@ class ModelSpec:
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     tied_embeddings: bool = False  # the output matrix is the embedding
     experts: ExpertsSpec | None = None
+    encoder: EncoderSpec | None = (
+        None  # its tokens see each other in both directions, and it makes vectors only
+    )
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -515,7 +515,7 @@ class Outbox:
         tokens = _cut(stretch.tokens, most * TOKEN.itemsize)
         held, stretch.held = stretch.held, []
         held_back = len(self._stretches) > 1 or stretch.tokens or stretch.logprobs
-        endings = [] if held_back else _some(self.endings, self._bytes // _ENDING_BYTES)
+        endings = [] if held_back else self._take_endings()
         rejections = _some(self.rejections, self._bytes // _REJECTED_BYTES)
         forecasts = _some(self.forecasts, self._bytes // _FORECAST_BYTES)
         stats, self.stats = self.stats, None
@@ -531,6 +531,14 @@ class Outbox:
             held=held,
             is_injected=stretch.is_injected,
         )
+
+    def _take_endings(self) -> list[Finished]:
+        taken: list[Finished] = []
+        room = self._bytes
+        while self.endings and (not taken or room >= _ENDING_BYTES + len(self.endings[0].vector)):
+            taken.append(self.endings.popleft())  # one at least, whatever its vector
+            room -= _ENDING_BYTES + len(taken[-1].vector)
+        return taken
 
     def _take_logprobs(self, waiting: deque[LogprobEvent]) -> list[LogprobEvent]:
         taken = []

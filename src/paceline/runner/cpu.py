@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
+from paceline.runner.pooling import Pooler, States
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 I32 = NDArray[np.int32]
@@ -125,6 +126,9 @@ class CPURunner:
         self._follower = self._drafter if isinstance(self._drafter, FollowingDrafter) else None
         if self._follower is not None:
             self._follower.attach(self._sampler)
+        self._pooler = Pooler(
+            cast(States, compute)
+        )  # which it is where the config says that vectors are made
         self._guided: set[int] = set()  # rows whose tokens a guide allows
         self._guides: dict[int, Mapping[int, Guide]] = {}  # of steps under way
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step
@@ -162,6 +166,7 @@ class CPURunner:
         self._done.clear()
         self._next_seq = full.seq + 1
         self._rows = DeviceRows(self._config)
+        self._pooler.clear()
         self._apply(full)
 
     def submit(self, plan: StepPlan) -> CPUPending:
@@ -199,6 +204,7 @@ class CPURunner:
         masks, mask_s = self._masks(batch, places, guides) if self._guided else (None, 0.0)
         drawn = self._sample(batch, places, finite, good, settled, plan.draft_width, masks)
         logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
+        vectors = self._pooler.take(rows, batch, finite) if self._pooler else ()
         rows.computed[at] += np.where(batch.masked, 0, batch.count)
         if verified is not None:  # of drafts, those that were right
             rows.computed[at] -= np.where(batch.masked, 0, verified - np.maximum(drawn.count - 1, 0))
@@ -227,6 +233,7 @@ class CPURunner:
             predicted=_predicted(drafts, len(at)),
             drafts=tally,
             guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced), mask_s) if masks else None,
+            vectors=vectors,
         )
 
     def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:
@@ -263,6 +270,9 @@ class CPURunner:
         if self._drafter is not None:
             for row in plan.leaves.tolist():
                 self._drafter.leave(self._rows, row)
+        if self._pooler:
+            for row in plan.leaves.tolist():
+                self._pooler.leave(row)
         self._rows.apply(plan)
         for row, sampling in zip(plan.joins.row.tolist(), plan.joins.sampling, strict=True):
             known = self._rows.tokens[row, : self._rows.num_tokens[row]].astype(np.int32)
@@ -273,6 +283,10 @@ class CPURunner:
             if self._drafter is not None:
                 assert not isinstance(sampling.prediction, str)
                 self._drafter.join(self._rows, row, sampling.prediction)
+            if self._pooler or sampling.pooling is not None:
+                self._pooler.join(row, sampling.pooling)
+                if sampling.pooling is not None:  # no token of it is ever drawn
+                    continue
             try:
                 self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))
             except Exception:
@@ -313,6 +327,8 @@ class CPURunner:
         is_due = (batch.start + batch.count >= rows.num_tokens[at]) & ~batch.masked
         if self._broken:
             is_due &= ~np.isin(at, list(self._broken))
+        if self._pooler:
+            is_due = self._pooler.without_pooled(at, is_due)
         return np.flatnonzero(is_due)
 
     def _finite_rows(self, batch: FlatBatch, good: Bool, verified: Index | None) -> Bool:

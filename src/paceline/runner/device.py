@@ -37,6 +37,10 @@ def choose_device(model: ModelConfig) -> str:
                 "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"
             )
         return "cpu"
+    if model.pooling != "auto":
+        raise ConfigError(
+            f"--pooling {model.pooling}: vectors are made on a CPU only so far; add --device cpu"
+        )
     if model.kv_cache_dtype == "int8":
         raise ConfigError(
             "--kv-cache-dtype int8 is for a CPU, and this model runs on a GPU: take fp8, or add --device cpu"

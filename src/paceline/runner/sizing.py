@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.models.spec import FurtherLayer, ModelSpec
 
 GIB = 1 << 30
+LONGEST_BLOCK = 1024  # that a config allows
 MAX_STEP_S = 0.25
 MARGIN = 0.45  # attention is not in the measurement, and the other process of a server uses the same cores
 # MARGIN of a step without decoding rows: no stream waits for it, and larger steps compute a prompt sooner.
@@ -36,6 +37,8 @@ def block_bytes(
     spec: ModelSpec, block_size: int, further: Sequence[FurtherLayer] = (), kv_dtype: str = "float32"
 ) -> int:
     """Bytes of one block: its tokens' keys and values in every layer, and in those of a model that guesses."""
+    if spec.encoder is not None:
+        return 0
     shapes = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
     shapes += [(layer.num_kv_heads, layer.head_dim) for layer in further]
     # Bytes of a head of a token; int8 has a scale beside them.
@@ -52,6 +55,8 @@ def choose_sizes(
 ) -> dict[str, Any]:
     """`given` completed: every size the engine's config needs. `measure`: what a step takes at least, and a token.
     `further`: see `block_bytes`."""
+    if spec.encoder is not None:
+        return _encoder_sizes(spec, given, measure)
     sizes = dict(given)
     block_size = sizes.setdefault("block_size", 16)
     per_block = block_bytes(spec, block_size, further, model.cpu_kv_dtype)
@@ -84,6 +89,26 @@ def choose_sizes(
         # Keys of one text then differ with the length of the prompt they stand in: no block can be shared.
         sizes["enable_prefix_caching"] = False
     return sizes
+
+
+def _encoder_sizes(
+    spec: ModelSpec, given: Mapping[str, Any], measure: Callable[[], tuple[float, float]]
+) -> dict[str, Any]:
+    """An encoder keeps nothing: blocks are only counted, so there are as many as its rows can want. A step has room for
+    the longest text."""
+    sizes = dict(given)
+    longest = sizes.setdefault("max_model_len", spec.max_positions)
+    if longest > spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len {longest} is longer than the model's {spec.max_positions} positions"
+        )
+    rows = sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
+    size = sizes["block_size"] = min(longest, LONGEST_BLOCK)
+    sizes["num_blocks"] = 1 + rows * -(-longest // size)
+    if "max_num_batched_tokens" not in sizes:
+        sizes["max_num_batched_tokens"] = max(step_budget(*measure(), margin=ALONE), longest)
+    sizes.setdefault("depth", 0)
+    return {**sizes, "enable_prefix_caching": False, "num_host_blocks": 0}
 
 
 def step_budget(fixed_s: float, per_token_s: float, margin: float = MARGIN) -> int:

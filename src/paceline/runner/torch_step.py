@@ -84,6 +84,15 @@ class TorchStep:
             found: NDArray[np.float32] = self._decoder.logits(self._hidden[torch.from_numpy(tokens)]).numpy()
         return found
 
+    def states(self, batch: FlatBatch, index: int, *, only_last: bool) -> NDArray[np.float32]:
+        end = int(batch.last[index]) + 1
+        first = end - 1 if only_last else end - int(batch.count[index])
+        found: NDArray[np.float32] = self._hidden[first:end].numpy()
+        return found
+
+    def classify(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        raise AssertionError("a decoder has no labels")
+
 
 def measure_step(decoder: Decoder, *, is_busy: bool = False) -> tuple[float, float]:
     """Seconds a step takes at least, and for each token more: a line through two sizes.

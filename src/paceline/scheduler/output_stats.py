@@ -49,7 +49,7 @@ class OutputStats:
 
     def ended(self, tenant: int, request: Request, num_output: int, reason: FinishReason) -> None:
         """A request has ended with `num_output` tokens. Only answers that ran to their end teach anything."""
-        if reason is not _STOP and reason is not _LENGTH:
+        if (reason is not _STOP and reason is not _LENGTH) or request.sampling.pooling is not None:
             return
         own = self._by_tenant.pop(tenant, None) or _Averages()
         self._by_tenant[tenant] = own  # the most recent tenant is the last to be dropped

@@ -53,12 +53,23 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         reason = _cannot_drop(state)
         if reason:
             return Rejection([request], Rule.KV_KEEP, InvalidRequest(f"kv_keep: {reason}", param="kv_keep"))
+    if request.sampling.pooling is None and state.config.only_pools:
+        error = InvalidRequest(
+            "this model makes vectors, not text; use embed or /v1/embeddings", param="model"
+        )
+        return Rejection([request], Rule.POOLING, error)
+    if request.sampling.pooling is not None:
+        reason = _cannot_pool(state, request.sampling.pooling.kind)
+        if reason:
+            return Rejection([request], Rule.POOLING, InvalidRequest(f"pooling: {reason}", param="pooling"))
     longest = state.config.max_model_len
     if request.max_total > longest:
+        more = request.max_total - request.num_prompt
         message = (
-            f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt} "
-            f"and {request.sampling.max_tokens} more are asked for"
+            f"This model's maximum context length is {longest} tokens; the prompt has {request.num_prompt}"
         )
+        if more:
+            message += f" and {more} more are asked for"
         return Rejection([request], Rule.CONTEXT_LENGTH, NeverFits(message, param="max_tokens"))
     if not state.kv.can_ever_hold(request.max_total):
         slots = min(state.kv.slabs.least_usable) * state.kv.block_size
@@ -80,6 +91,18 @@ def _cannot_drop(state: SchedulerState) -> str:
         )
     if state.mode.keeps_finished:
         return "this engine runs padded batches (--mode), whose rows have all their blocks; leave it out"
+    return ""
+
+
+def _cannot_pool(state: SchedulerState, kind: str) -> str:
+    """Why no request of this engine can end with such a vector; empty: they can."""
+    if state.mode.keeps_finished:
+        return (
+            "this engine runs padded batches (--mode), whose rows all generate tokens; use --mode continuous"
+        )
+    if kind not in state.config.pools:
+        known = ", ".join(state.config.pools) or "no vectors"
+        return f"this engine makes {known}, not {kind}"
     return ""
 
 
@@ -184,6 +207,10 @@ def check_extension(
     state: SchedulerState, request: Request, before: int, num_tokens: int, max_tokens: int
 ) -> None:
     """Raise what keeps a request that has `before` tokens from having so many, with room for so many more."""
+    if request.sampling.pooling is not None:
+        raise InvalidTransition(
+            f"request {request.id} ends with a vector: nothing can be put behind its prompt"
+        )
     number, is_done = request.id, request.row != NO_ROW and bool(state.rows.done[request.row])
     waits = request.blocked is not None and request.blocked.reason is not BlockReason.SWAP_IN
     if waits or is_done:

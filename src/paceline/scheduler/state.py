@@ -452,6 +452,8 @@ class SchedulerState:
             self._leave_tree(request, num_output)
         self.output_stats.ended(self.known_tenant(request.tenant), request, num_output, reason)
         rule = _ENDINGS.get(detail or raw_value(reason))
+        if reason is FinishReason.STOP and request.sampling.pooling is not None:
+            rule = Rule.VECTOR
         if rule is None:  # what a caller says of an abort may be anything
             self.decide(DecisionKind.FINISH, request, Rule(reason.value), num_output, detail=detail)
         elif rule is Rule.PRUNED and request.score:
@@ -472,6 +474,7 @@ class SchedulerState:
                 preemptions=request.preemptions,
                 queue_s=queue_s if queue_s > 0.0 else 0.0,  # arrivals come from outside
                 cost=request.cost,
+                vector=request.vector if reason is FinishReason.STOP else b"",
             )
         )
 

@@ -55,6 +55,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
         rows.computed[: len(flight.mask)] += flight.mask
     if flight.spans and _spans_done(state, flight):
         current = rows.generation[at] == result.generation
+    if result.vectors:
+        _deliver_vectors(state, result, at[current])
+        current = rows.generation[at] == result.generation
     if result.logprobs:
         _deliver_logprobs(state, result, flight, at[current])
     _deliver(state, result, flight, at, current)
@@ -165,6 +168,17 @@ def _deliver_logprobs(state: SchedulerState, result: StepResult, flight: Flight,
             if count > 1 and 0 <= logprobs.position - rows.num_tokens.item(logprobs.row) < count - 1:
                 logprobs = replace(logprobs, is_drafted=True)
             state.events.logprobs.append(LogprobEvent(request=request, logprobs=logprobs))
+
+
+def _deliver_vectors(state: SchedulerState, result: StepResult, current: Index) -> None:
+    """Pooled rows whose prompt is computed end, each with its vector."""
+    known = set(current.tolist())
+    for vector in result.vectors:
+        if vector.row in known:
+            request = _owner(state, vector.row)
+            request.vector = vector.values.astype("<f4", copy=False).tobytes()
+            state.counters.vectors += 1
+            finish(state, request, FinishReason.STOP)
 
 
 def _end_rows(state: SchedulerState, ended: Index, stopped: NDArray[np.bool_]) -> None:

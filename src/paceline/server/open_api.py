@@ -83,7 +83,13 @@ def open_service(
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
     else:
         tokenizer = Tokenizer.from_folder(model.tokenizer, model_vocab_size=checkpoint.spec.vocab_size)
-    served = ServedModel(names=names, tokenizer=tokenizer, generation=checkpoint.generation, seed=model.seed)
+    served = ServedModel(
+        names=names,
+        tokenizer=tokenizer,
+        generation=checkpoint.generation,
+        seed=model.seed,
+        embedding=checkpoint.pooled(model.pooling),
+    )
     settings = ServiceSettings(
         limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),
         strict_fields=config.strict_fields,

@@ -90,6 +90,11 @@ class Tokenizer:
             return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids]
         return ids
 
+    @property
+    def suffix_ids(self) -> Sequence[int]:
+        """What `encode` puts behind a text."""
+        return self._parts.suffix_ids
+
     def encode_template(self, prompt: RenderedPrompt) -> list[int]:
         """The ids of a rendered template: one pass over the whole text, control tokens where it says so."""
         pieces: list[str] = []

@@ -243,6 +243,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
         ),
         *("verified", "predicted", "drafts"),
         "guided",  # only counted, never logged
+        "vectors",  # which rows have one; what it holds is not logged
     }
 
 

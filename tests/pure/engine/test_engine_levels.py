@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts
-from paceline.config.models import ModelShare
+from paceline.config.model_set import ModelShare
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import SALT, RequestId, RequestState
 from paceline.core.standing import WEIGHTS_KEPT

@@ -103,12 +103,12 @@ def file_in(folder: Path, name: str) -> Path | None:
     if not path.is_file():
         return None
     real = path.resolve()
-    if real.parent != home and not _is_own_blob(real, home):
+    if real.parent != home and not is_own_blob(real, home):
         raise CheckpointError(f"{path}: is a link that leads out of the folder; copy the file into it")
     return path
 
 
-def _is_own_blob(real: Path, home: Path) -> bool:
+def is_own_blob(real: Path, home: Path) -> bool:
     """Whether a snapshot's file is a blob of its repository, or one that the cache's repositories share."""
     snapshots, repository = home.parent, home.parent.parent
     if snapshots.name != "snapshots" or not repository.name.startswith("models--"):

@@ -1,7 +1,7 @@
 """Files of the GGUF format: fields, a table of tensors, then their bytes.
 
 Opening parses and checks the header and touches no weight. Knows the container only; what the fields and names
-mean for a model is in `gguf_model`.
+mean for a model is in `open`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
+from paceline.models.files.encoder import ENCODERS, encoder_name, encoder_options
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
 
 # Rotary positions out of a config.json, in the old spelling (`rope_theta`, `rope_scaling`) and the new one.
@@ -209,6 +210,9 @@ FAMILIES = {
 
 def spec_from_config(values: Mapping[str, object], where: str, generation: Fields | None = None) -> ModelSpec:
     """The model that a config.json describes; end tokens come from `generation` (generation_config.json) first."""
+    encoder = encoder_name(values)
+    if encoder is not None:
+        return _encoder_spec(encoder, Fields(values, where))
     family = _family(values, where)
     outer = Fields(values, where, family.defaults)
     # The fields of the language model lie one level down where there is a vision model beside it.
@@ -261,13 +265,43 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
     )
 
 
+def _encoder_spec(name: str, config: Fields) -> ModelSpec:
+    heads = config.integer("num_attention_heads", maximum=MAX_WIDTH)
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    if hidden % heads:
+        config.refuse("hidden_size", f"of {hidden} is no multiple of num_attention_heads, which is {heads}")
+    layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    options, activation = encoder_options(name, config), _activation(config)
+    if activation == "silu":
+        config.refuse("hidden_act", "must be gelu or gelu_new")
+    if options.num_positions <= options.position_offset:
+        config.refuse("max_position_embeddings", f"of {options.num_positions} leaves no position for a token")
+    return ModelSpec(
+        architecture=ENCODERS[name].architecture,
+        vocab_size=config.integer("vocab_size", maximum=MAX_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_positions=options.num_positions - options.position_offset,
+        windows=(None,) * layers,
+        ropes=(),
+        layer_ropes=(),
+        norm_eps=config.number("layer_norm_eps", 1e-12, above=0),
+        activation=activation,
+        encoder=options,
+    )
+
+
 def _family(values: Mapping[str, object], where: str) -> Family:
     named = values.get("architectures")
     names = named if isinstance(named, list) else [] if named is None else [named]
     for name in names:
         if isinstance(named, list) and isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
-    supported = f"supported are {', '.join(sorted(FAMILIES))}"
+    supported = f"supported are {', '.join(sorted([*FAMILIES, *ENCODERS]))}"
     if not names:
         kind = values.get("model_type")
         likely = next((name for name, family in FAMILIES.items() if family.architecture == kind), None)

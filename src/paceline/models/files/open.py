@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.pooling import MEAN
 from paceline.models.files.config_fields import CheckpointError, Fields, shown
 from paceline.models.files.fetch import packaged_model
 from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of_folder, text_of_gguf
@@ -28,6 +29,7 @@ from paceline.models.files.hf_config import (
     longest,
     yarn_attention_factor,
 )
+from paceline.models.files.pooling import EmbeddingDefaults, embedding_defaults
 from paceline.models.files.quantized_folder import QuantizedFiles, read_kv_scales
 from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (
@@ -56,7 +58,7 @@ def dummy_tensors(spec: ModelSpec) -> dict[str, Callable[[], StoredTensor]]:
 
 def _make(name: str, shape: tuple[int, ...], spec: ModelSpec) -> StoredTensor:
     def values(_: StoredTensor) -> NDArray[np.float32]:
-        if "norm" in name:
+        if "norm" in name.lower():
             return np.full(shape, 1.0 - spec.norm_offset, np.float32)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
@@ -90,6 +92,16 @@ class Checkpoint:
     stored: Mapping[str, StoredType] = field(default_factory=dict)  # by type: what the files hold
     # By layer: of keys and of values, where the files bring any.
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    embedding: EmbeddingDefaults | None = None  # what the files say of the vectors of texts
+
+    def pooled(self, asked: str = "auto") -> EmbeddingDefaults | None:
+        """How texts become vectors, by the files or as asked; None: they do not."""
+        found, options = self.embedding, self.spec.encoder
+        if asked != "auto":
+            found = replace(found or EmbeddingDefaults(kind=asked), kind=asked)
+        elif found is None and options is not None and not options.labels:
+            found = EmbeddingDefaults(kind=MEAN)
+        return None if found is None else replace(found, width=self.spec.hidden_size)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
@@ -143,6 +155,7 @@ def _open_folder(path: Path) -> Checkpoint:
         text=text_of_folder(folder),
         stored=_by_type(files.entries.values()),
         kv_scales=read_kv_scales(weights, str(path)),
+        embedding=embedding_defaults(folder),
     )
 
 
@@ -182,6 +195,7 @@ def _open_dummy(path: Path) -> Checkpoint:
         if folder.generation is None
         else generation_defaults(folder.generation),
         text=text_of_folder(folder),
+        embedding=embedding_defaults(folder),
     )
 
 

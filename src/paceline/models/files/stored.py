@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError
+from paceline.models.files.encoder import encoder_tensors
 from paceline.models.spec import ModelSpec
 
 
@@ -74,7 +75,10 @@ class TensorSource(Protocol):
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor the decoder of `spec` needs, with its shape ([out, in] for matrices)."""
+    """Every tensor the model of `spec` needs, with its shape ([out, in] for matrices)."""
+    if spec.encoder is not None:
+        yield from encoder_tensors(spec)
+        return
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield "model.embed_tokens.weight", (spec.vocab_size, hidden)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, some_of
+from paceline.models.files.encoder import is_other_head
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.quantized_folder import KV_SCALE
 from paceline.models.files.stored import Entry, StoredTensor, tensor_names
@@ -123,7 +124,7 @@ _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 
 def locate_in_folder(spec: ModelSpec, stored: Mapping[str, Entry], where: str) -> dict[str, Piece]:
     """The piece for every tensor of `spec`; `Piece.source` is the name in the files."""
-    plain = _plain_names(stored, where)
+    plain = _plain_names(stored, where, "" if spec.encoder is None else spec.encoder.prefix)
     pieces = locate(
         tensor_names(spec),
         {name: stored[source] for name, source in plain.items()},
@@ -171,11 +172,12 @@ def _half(source: str, part: str, width: int, entry: int | None = None) -> Piece
     return Piece(source=source, entry=entry, rows=(start, start + width), of_rows=2 * width)
 
 
-def _plain_names(stored: Mapping[str, Entry], where: str) -> dict[str, str]:
+def _plain_names(stored: Mapping[str, Entry], where: str, prefix: str) -> dict[str, str]:
     """Stored names by the name they have without a prefix for the language model."""
     plain: dict[str, str] = {}
+    before = "model." if "embed_tokens.weight" in stored else ""  # of a model that was saved without its head
     for source in stored:
-        name = source.removeprefix("language_model.")
+        name = before + source.removeprefix("language_model.").removeprefix(prefix)
         if name.startswith("model.language_model."):
             name = "model." + name.removeprefix("model.language_model.")
         if name in plain:
@@ -186,6 +188,8 @@ def _plain_names(stored: Mapping[str, Entry], where: str) -> dict[str, str]:
 
 def _ignored(spec: ModelSpec) -> Callable[[str], bool]:
     def ignored(name: str) -> bool:
+        if spec.encoder is not None:
+            return is_other_head(name)
         if name == "lm_head.weight":
             return spec.tied_embeddings
         return (_BUFFER.fullmatch(name) or KV_SCALE.fullmatch(name)) is not None or (

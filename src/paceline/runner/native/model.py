@@ -70,6 +70,7 @@ class NativeModel:
     embedding: Matrix
     head: Matrix
     last_norm: int
+    last_norm_weight: NDArray[np.float32]
     layers: NDArray[np.int64]  # [layer, field], see `layout.LAYER`
     is_quantised: bool
     max_positions: int
@@ -124,12 +125,14 @@ def build_model(
         for field, value in row.items():
             layers[number, LAYER[field]] = value
     embedding = matrices["model.embed_tokens.weight"]
+    last_norm = _float32(source.tensor("model.norm.weight")) + np.float32(spec.norm_offset)
     return NativeModel(
         spec=spec,
         arena=arena,
         embedding=embedding,
         head=embedding if spec.tied_embeddings else matrices["lm_head.weight"],
-        last_norm=vector("model.norm.weight", spec.norm_offset),
+        last_norm=arena.keep(last_norm),
+        last_norm_weight=last_norm,
         layers=layers,
         is_quantised=any(matrix.kind in _QUANTISED for matrix in matrices.values()),
         max_positions=max_positions,

@@ -60,6 +60,7 @@ class NativeStep:
         weakref.finalize(self, self._beats.close).atexit = False
         self.checks = self.team.checks  # of the checking form
         self._max_positions = model.max_positions
+        self._last_norm = model.last_norm_weight
         self._threads = threads
         self._free = free
         self._due: Index = np.zeros(0, np.int64)
@@ -105,6 +106,17 @@ class NativeStep:
             self.run()
             self._due = tokens
         return self.memory.logits[: len(tokens), : self.spec.vocab_size]
+
+    def states(self, batch: FlatBatch, index: int, *, only_last: bool) -> NDArray[np.float32]:
+        end = int(batch.last[index]) + 1
+        residual = self.memory.residual(end - 1 if only_last else end - int(batch.count[index]), end)
+        square = np.einsum("tw,tw->t", residual, residual) / np.float32(self.spec.hidden_size)
+        scale = 1.0 / np.sqrt(square + np.float32(self.spec.norm_eps))
+        normed: NDArray[np.float32] = residual * scale[:, None] * self._last_norm
+        return normed
+
+    def classify(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        raise AssertionError("a decoder has no labels")
 
     def work(self) -> CPUWork:
         """Counters that only grow: the time since the last look, shared out as in its timed steps."""

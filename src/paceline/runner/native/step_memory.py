@@ -201,6 +201,12 @@ class StepMemory:
         found += [] if self._adapters is None else self._adapters.ranges()
         return found + self._model.ranges
 
+    def residual(self, first: int, end: int) -> Floats:
+        """Of tokens of the last step, what all layers have added up."""
+        width = self._model.spec.hidden_size
+        kept = self.parameters.kept["residual"].view(np.float32)
+        return kept[first * width : end * width].reshape(end - first, width)
+
     def sample(self, count: int, sampled: Column) -> None:
         """Of the `count` tokens of a step, those whose logits are wanted."""
         self.grow(count, len(sampled))

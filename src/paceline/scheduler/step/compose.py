@@ -395,7 +395,7 @@ class Composer:
             state.decide(DecisionKind.CHUNK, request, reason, count, figures)
             return
         del state.prefilling[request.id]
-        draft.num_sampled += 1
+        draft.num_sampled += request.sampling.pooling is None
         ends = scheduled + count + 1 >= rows.max_len.item(row)
         draft.at_length |= ends
         if ends and state.mode.keeps_finished:

@@ -131,7 +131,9 @@ def put_aside(
         return
     cost = estimate(state, [row])
     swap = swaps(state, cost) if swap is None else swap
-    swap = swap and not state.mode.keeps_finished  # a padded batch starts over together
+    pooled = request.sampling.pooling
+    # A padded batch starts over together, and so does what is summed over all tokens of a prompt.
+    swap = swap and not state.mode.keeps_finished and (pooled is None or pooled.reads_last)
     swapped = swap and computed > 0 and state.kv.can_swap_out(row, computed)
     rule = Rule(f"{reason}:{'swap' if swapped else 'recompute'}")
     seconds = cost.swap_s if swapped else cost.recompute_s

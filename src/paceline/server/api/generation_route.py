@@ -195,10 +195,12 @@ class GenerationRoute:
         try:
             outputs = await generation.complete()
             usage, sampling = generation.usage, body.sampling
-            has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+            is_large = (
+                sampling.pooling is not None or not sampling.logprobs is sampling.prompt_logprobs is None
+            )
             answer = await service.work(
                 lambda: msgspec.json.encode(self.whole(call, body, generation, outputs)),
-                inline=not has_logprobs or usage.num_prompt + usage.num_output <= INLINE_ENTRIES,
+                inline=not is_large or usage.num_prompt + usage.num_output <= INLINE_ENTRIES,
             )
             generation.release()
         finally:

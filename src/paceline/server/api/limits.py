@@ -18,6 +18,7 @@ class RequestLimits:
 
     branches: int = 8  # n
     prompts: int = 64  # in one request to /v1/completions
+    inputs: int = 2_048  # in one request to /v1/embeddings
     messages: int = 1_024
     # `max_tokens` up to here is no error, even if it exceeds the context.
     answer_tokens: int = 1_000_000

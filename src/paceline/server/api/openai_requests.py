@@ -76,6 +76,9 @@ class ParsedBody:
     tree: TreeLimits | None = None  # of each prompt and what is forked from it
     search: Search | None = None  # how answers are looked for; `sampling.n` of them are given
     ignored: tuple[str, ...] = ()  # unknown fields
+    # Of vectors: how they are written, and whether inputs that are too long are cut.
+    encoding: str = "float"
+    is_cut: bool = False
 
     @property
     def tools(self) -> ToolUse | None:
@@ -337,15 +340,15 @@ def _predicted_text(value: Mapping[str, Any]) -> str:
     return "".join(texts)
 
 
-def read_prompts(value: Any, most: int) -> tuple[str | list[int], ...]:
+def read_prompts(value: Any, most: int, name: str = "prompt") -> tuple[str | list[int], ...]:
     """A text, a list of texts, token ids, or a list of those."""
     if isinstance(value, str) or _is_list_of(value, int):
         return (value,)
     if isinstance(value, list) and value and isinstance(value[0], str | list) and len(value) > most:
-        raise InvalidRequest(f"prompt takes at most {most} prompts, not {len(value)}", param="prompt")
+        raise InvalidRequest(f"{name} takes at most {most} {name}s, not {len(value)}", param=name)
     if _is_list_of(value, str) or (_is_list_of(value, list) and all(_is_list_of(ids, int) for ids in value)):
         return tuple(value)
-    raise InvalidRequest(f"prompt must be {PROMPT_MUST}", param="prompt")
+    raise InvalidRequest(f"{name} must be {PROMPT_MUST}", param=name)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

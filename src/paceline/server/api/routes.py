@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, traffic_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
+from paceline.server.api.embedding_routes import embedding_routes
 from paceline.server.api.model_routes import (
     adapter_routes,
     model_routes,
@@ -27,7 +28,7 @@ from paceline.server.generate.service import Service
 
 
 MISSING = (
-    *("/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/edits"),
+    *("/v1/moderations", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/edits"),
     *("/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/videos", "/v1/videos/{rest:path}"),
     *("/v1/uploads", "/v1/uploads/{rest:path}", "/v1/fine_tuning/{rest:path}"),
     *("/v1/assistants", "/v1/assistants/{rest:path}", "/v1/threads", "/v1/threads/{rest:path}"),
@@ -68,6 +69,7 @@ def _routes_of_model(service: Service) -> list[Route]:
     (chat,) = (route.handler for route in answering if route.path == CHAT)
     return [
         *answering,
+        *embedding_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
         *responses_routes(service),

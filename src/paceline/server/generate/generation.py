@@ -472,6 +472,11 @@ class Generation:
         record.preemptions += ending.preemptions
         record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
+        if ending.vector:
+            output.vector = ending.vector
+            if record.first_token_s is None:  # it waits no longer
+                record.first_token_s = time.monotonic()
+                self._permit.leave_queue()
         if output.finish_reason in (_ERROR, _ABORT) and ending.detail != PRUNED:
             raise self._failure_of(ending)
         if not record.finish_reason:

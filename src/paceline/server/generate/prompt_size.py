@@ -26,12 +26,16 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) ->
         size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
         _check_chars(size, "messages", max_model_len, limits)
         return size
-    total = 0
+    total, what = 0, "prompt" if body.sampling.pooling is None else "input"
     for index, prompt in enumerate(body.prompts):
-        name = f"prompt[{index}]" if len(body.prompts) > 1 else "prompt"
+        name = f"{what}[{index}]" if len(body.prompts) > 1 else what
         if not prompt:
-            raise InvalidRequest("the prompt is empty", param=name)
-        if isinstance(prompt, str):
+            raise InvalidRequest(f"the {what} is empty", param=name)
+        if body.sampling.pooling is not None:
+            # How many tokens it has is checked when they are known; one that is to be cut is never too long.
+            if isinstance(prompt, str) and not body.is_cut:
+                _check_chars(len(prompt), name, max_model_len, limits)
+        elif isinstance(prompt, str):
             _check_chars(len(prompt), name, max_model_len, limits)
         elif len(prompt) >= max_model_len:
             raise ContextTooLong(

@@ -97,6 +97,11 @@ class RecentRequests:
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
+    def found_number(self, request_id: str, number: int) -> None:
+        """A part of a request has its number only now; the request may be forgotten by then."""
+        if request_id in self._known:
+            self.add_branches(request_id, [number])
+
     def add_branches(self, request_id: str, numbers: Sequence[int]) -> int:
         """Branches were forked from a request; returns the index of the first."""
         known = self._known[request_id]

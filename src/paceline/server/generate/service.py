@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
@@ -21,7 +22,13 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
+from paceline.llm.prompts import (
+    ChatPrompts,
+    PreparedRequest,
+    PromptReader,
+    prepared_chat,
+)
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
     EngineClient,
@@ -39,6 +46,7 @@ from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnknownModel
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
+from paceline.server.generate.pooled import feed, prepare_inputs
 from paceline.server.generate.prompt_size import check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
@@ -66,6 +74,7 @@ class ServedModel:
     tokenizer: Tokenizer
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     seed: int = 0
+    embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
     created_s: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -212,7 +221,8 @@ class Service:
             raise InvalidRequest(
                 "an answer can be held only while it is streamed: set stream to true", param="on_stop"
             )
-        admitted = await self._admit(call, body, body.num_branches)
+        is_pooled = body.sampling.pooling is not None
+        admitted = await self._admit(call, body, 1 if is_pooled else body.num_branches)
         permit, prepared, ignored, service_level, quote, adapter = admitted
         try:
             started = self._submit(call, body, prepared, service_level, adapter.number)
@@ -235,7 +245,8 @@ class Service:
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
             generation.ignored = ignored
-            self.live.note(call.id, body, call.route, generation)
+            if not is_pooled:
+                self.live.note(call.id, body, call.route, generation)
             return generation
         except BaseException:  # no caller has it and could close it
             record.charge.give_up(record)
@@ -250,7 +261,10 @@ class Service:
         known = self._loaded()
         quote = self._quote(call, body, service_level.service_class)
         size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
-        permit = self.admission.reserve(call.caller, places, size // CHARS_PER_TOKEN)
+        # Of a call that is fed in a window, only what the window holds waits at a time.
+        num_waiting = min(len(body.prompts), self._window) if body.sampling.pooling is not None else None
+        waiting = size if num_waiting is None else size * num_waiting // len(body.prompts)
+        permit = self.admission.reserve(call.caller, places, waiting // CHARS_PER_TOKEN)
         try:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
@@ -259,10 +273,11 @@ class Service:
             is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
-            permit.settle(sum(len(prompt.token_ids) for prompt in prepared))
+            sizes = [len(prompt.token_ids) for prompt in prepared]
+            permit.settle(sum(sizes[:num_waiting]))
             if permit.allowance is not None:
-                longest = sum(prompt.sampling.max_tokens for prompt in prepared) * places // len(prepared)
-                permit.allowance.charge_tokens(permit.tokens, longest)
+                longest = sum(prompt.sampling.longest_output for prompt in prepared) * places // len(prepared)
+                permit.allowance.charge_tokens(permit.tokens if num_waiting is None else sum(sizes), longest)
             return _Admitted(permit, prepared, ignored, service_level, quote, self._adapter(body))
         except BaseException:
             permit.release()
@@ -401,6 +416,11 @@ class Service:
             )
         return self._known
 
+    @property
+    def _window(self) -> int:
+        """How many inputs of one call the engine has at a time."""
+        return 2 * self._loaded().info.max_num_seqs
+
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
         return f"{tenant}{SALT}{body.cache_salt}" if body.cache_salt else tenant
@@ -436,7 +456,7 @@ class Service:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
         if call.allowance is None:
             return
-        most, longest = known.facts.max_model_len, body.sampling.max_tokens
+        most, longest = known.facts.max_model_len, body.sampling.longest_output
         least = size // self.settings.limits.prompt_chars_per_token
         guess = size // CHARS_PER_TOKEN
         at_least = least + min(longest, max(0, most - least))
@@ -467,6 +487,8 @@ class Service:
             chat, ids = self._render(body)
             _check_length(ids, most, "messages")
             return [prepared_chat(known.reader, chat, ids, body.sampling)]
+        if body.sampling.pooling is not None:
+            return prepare_inputs(body, known.reader, self.tokenizer, most, self.model.embedding)
         texts = [
             (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
             for prompt in body.prompts
@@ -486,34 +508,42 @@ class Service:
         tenant = self._tenant(call, body)
         timeout_s = self._timeout_s(call)
         started: list[tuple[PreparedRequest, EngineStream]] = []
+
+        def submit(prompt: PreparedRequest) -> EngineStream:
+            sampling = prompt.sampling
+            if call.caller.cache_share < 1.0:
+                sampling = replace(sampling, cache_share=call.caller.cache_share)
+            return self.client.submit(
+                prompt.token_ids,
+                sampling,
+                tenant=tenant,
+                service_level=service_level,
+                timeout_s=timeout_s,
+                tree=body.tree,
+                adapter=adapter,
+            )
+
+        note = partial(
+            self.recent.note,
+            call.id,
+            call.caller,
+            service_class=service_level.service_class,
+            timeout_s=timeout_s,
+            prompt=lambda: body.shown_prompt,
+        )
+        if body.sampling.pooling is not None:
+            note()
+            found = partial(self.recent.found_number, call.id)
+            return feed(prepared, submit, self._window, found)
         try:
             for prompt in prepared:
-                sampling = prompt.sampling
-                if call.caller.cache_share < 1.0:
-                    sampling = replace(sampling, cache_share=call.caller.cache_share)
-                stream = self.client.submit(
-                    prompt.token_ids,
-                    sampling,
-                    tenant=tenant,
-                    service_level=service_level,
-                    timeout_s=timeout_s,
-                    tree=body.tree,
-                    adapter=adapter,
-                )
-                started.append((prompt, stream))
+                started.append((prompt, submit(prompt)))
         except BaseException:
             for _, stream in started:
                 stream.close()
             raise
         numbers = [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
-        self.recent.note(
-            call.id,
-            call.caller,
-            numbers,
-            service_level.service_class,
-            timeout_s,
-            prompt=lambda: body.shown_prompt,
-        )
+        note(numbers)
         return started
 
 
