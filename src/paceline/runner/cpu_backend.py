@@ -11,7 +11,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.engine import MADE_ON_LOADING, DraftConfig, EngineConfig, ModelConfig
+from paceline.config.engine import MADE_ON_LOADING, EngineConfig, ModelConfig
+from paceline.config.speculative import DraftConfig
 from paceline.core.pooling import CHOICE, CLASSIFY, CLS, LAST, MEAN
 from paceline.core.pulse import Pulse
 from paceline.errors import ConfigError

@@ -5,10 +5,13 @@ On a CPU everything is done when a call returns; kernels run there through Trito
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+LONG_S, VERY_LONG_S = 0.01, 0.1  # work that takes longer is measured twice, each alone, or once
 
 
 class Mark:
@@ -82,3 +85,20 @@ class DeviceQueue:
         """Wait for everything the device has been given, by whatever queue."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long the device takes for some work that is queued here."""
+
+        def timed(times: int) -> float:
+            started_s = time.perf_counter()
+            for _ in range(times):
+                work()
+            self.drain()
+            return (time.perf_counter() - started_s) / times
+
+        with self.entered():
+            timed(1)  # the first may load something
+            seconds = timed(1)
+            if seconds > VERY_LONG_S:
+                return seconds
+            return min(seconds, timed(1)) if seconds > LONG_S else timed(3)

@@ -8,7 +8,6 @@ device can sample are sampled on the host by the reference sampler, which makes 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -21,11 +20,7 @@ from torch import Tensor
 from paceline.config.engine import EngineConfig
 from paceline.config.speculative import DRAFT_BUCKETS
 from paceline.core.guide import Guide
-from paceline.core.plan import (
-    GuideWork,
-    RowLogprobs,
-    StepPlan,
-)
+from paceline.core.plan import GuideWork, RowLogprobs, StepPlan
 from paceline.models.decoder import Parts
 from paceline.models.files.head_folder import HeadFiles
 from paceline.models.spec import ModelSpec
@@ -70,7 +65,6 @@ Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
 _WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
-LONG_S, VERY_LONG_S = 0.01, 0.1  # a step that takes longer is measured twice, each alone, or once
 
 
 class GPURunner:
@@ -236,7 +230,7 @@ class GPURunner:
     def decode_seconds(self, slots: int) -> float:
         """How long a step of `slots` decoding rows takes, with short contexts."""
         key = DecodeKey(slot_bucket(slots, self.max_slots), KINDS[0])
-        return self._seconds(lambda: self._replay_or_run(key, self._decode_step))
+        return self._queue.seconds(lambda: self._replay_or_run(key, self._decode_step))
 
     @property
     def draft_sizes(self) -> tuple[int, ...]:
@@ -246,7 +240,7 @@ class GPURunner:
     def drafted_seconds(self, num_tokens: int) -> float:
         """How long a step with drafts of that size takes, with short contexts."""
         assert self._drafted is not None
-        return self._seconds(partial(self._drafted.run_size, num_tokens))
+        return self._queue.seconds(partial(self._drafted.run_size, num_tokens))
 
     def mixed_seconds(self, num_tokens: int, num_decode: int, start: int = 0) -> float:
         """How long a step of `num_tokens` takes: `num_decode` of rows with short contexts, the rest of prompts of
@@ -254,13 +248,13 @@ class GPURunner:
         longest = self._config.scheduler.max_model_len - start
         number, count = spans_of(num_tokens - num_decode, longest)
         batch = self._rows.dummy_batch(number, count, start=start, num_decode=num_decode)
-        return self._seconds(lambda: self._run(batch))
+        return self._queue.seconds(lambda: self._run(batch))
 
     def context_seconds(self) -> float:
         """How long keys and values of a token take to be read, as far as a copy tells that."""
         keys = self._pools.layers[0].keys
         half = len(keys) // 2
-        seconds = self._seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
+        seconds = self._queue.seconds(lambda: keys[:half].copy_(keys[half : 2 * half]))
         byte_s = seconds / (2 * half * keys[0].nbytes)  # read and written
         return self._pools.context_bytes * byte_s
 
@@ -282,21 +276,6 @@ class GPURunner:
     def host_places(self) -> HostPlaces:
         """Where blocks lie that left the device."""
         return self._swap_pool.places
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        def timed(times: int) -> float:
-            started_s = time.perf_counter()
-            for _ in range(times):
-                work()
-            self._queue.drain()
-            return (time.perf_counter() - started_s) / times
-
-        with self._queue.entered():
-            timed(1)  # the first may load something
-            seconds = timed(1)
-            if seconds > VERY_LONG_S:
-                return seconds
-            return min(seconds, timed(1)) if seconds > LONG_S else timed(3)
 
     # -- the runner seam -------------------------------------------------------------------------------------
 
