@@ -27,7 +27,7 @@ from paceline.factory import LoadedModel, load_model
 from paceline.kv.tiers import HOST
 from paceline.llm.arguments import split_arguments
 from paceline.models.files.open import open_checkpoint
-from paceline.process.shared_memory import share_memory, slab_market
+from paceline.process.engine_main import share_memory, slab_market
 from paceline.runner.gpu.runner import GPURunner
 from tests.adapter_folders import ALL_SEVEN, adapter_arrays, write_adapter
 

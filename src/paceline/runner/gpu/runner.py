@@ -8,6 +8,7 @@ device can sample are sampled on the host by the reference sampler, which makes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
