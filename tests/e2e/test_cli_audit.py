@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -78,10 +79,10 @@ def test_a_server_that_was_killed_leaves_a_log_that_is_whole(tmp_path: Path) -> 
     counts = [0]
 
     def found() -> int:
-        said = (
-            run_process("audit", "verify", log).stdout.partition("whole: ")[2] if any(log.iterdir()) else ""
-        )
-        return int(said.partition(" ")[0] or 0)
+        """Entries on disk so far; a log in which there are none yet, or that is being written, has none."""
+        said = run_process("audit", "verify", log).stdout if any(log.iterdir()) else ""
+        match = re.search(r"whole: ([\d,]+) decisions", said)
+        return int(match[1].replace(",", "")) if match else 0
 
     for _ in range(2):  # the second run goes on where the first was cut off
         with client_server(tmp_path, "--decision-log", str(log)) as server:

@@ -1,7 +1,7 @@
 """Adapters in the decoder's products: x A^T B^T for the tokens of rows that have one.
 
 Tokens of a step are grouped by adapter; the parts of a fused product share one product with A, stacked, and each adds
-its own product with B to its columns. Tokens are multiplied two by two, because a library's product of a whole group
+its own product with B to its columns. Tokens are multiplied four by four, because a library's product of a whole group
 has other last bits for another number of rows: so a token's numbers are the same in any batch (docs/decisions/0009).
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.adapter import NO_ADAPTER
 from paceline.models.files.adapter import Adapter
+from paceline.models.layers import LEAST_ROWS
 from paceline.models.spec import ModelSpec
 
 QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"
@@ -100,12 +101,13 @@ class StepAdapters:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T, in pairs of rows; an odd row is computed twice."""
+    """x weight^T, four rows at a time; the last row fills up what is missing."""
     num_rows = len(x)
-    if num_rows % 2:
-        x = torch.cat([x, x[-1:]])
-    pairs = x.reshape(-1, 2, x.shape[1])
-    out = torch.bmm(pairs, weight.T.expand(len(pairs), -1, -1))
+    missing = -num_rows % LEAST_ROWS
+    if missing:
+        x = torch.cat([x, x[-1:].expand(missing, -1)])
+    fours = x.reshape(-1, LEAST_ROWS, x.shape[1])
+    out = torch.bmm(fours, weight.T.expand(len(fours), -1, -1))
     return out.view(len(x), -1)[:num_rows]
 
 

@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# A product of fewer rows is summed in another order by some libraries: of one row by all we met, of three by MKL on AMD
+# processors. Where a token's numbers must not depend on its batch, products have at least these (docs/decisions/0009).
+LEAST_ROWS = 4
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -2,8 +2,8 @@
 
 Rows of a step are put into buckets of like size; a bucket gathers the blocks of its rows once per layer and does two
 batched matrix products. What a token gets does not depend on its bucket, bit for bit: sums over the context run in
-pieces of `PIECE` tokens counted from the row's beginning, what lies beyond a row's context has weight zero, and a
-product never has a single row, for which libraries sum in another order.
+pieces of `PIECE` tokens counted from the row's beginning, what lies beyond a row's context has weight zero, and no
+product is so small that a library sums it in another order (`LEAST_ROWS`, `LEAST_CONTEXT`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.models.layers import LEAST_ROWS
 from paceline.runner.device_rows import NOWHERE, DeviceRows, FlatBatch
 from paceline.runner.kv_tensors import KVTensors
 from paceline.runner.workers import Workers
 
 Index = NDArray[np.int64]
-PIECE = 256
+PIECE = 128
+LEAST_CONTEXT = 16
 MAX_WASTE = 1.5  # of a bucket: padded size over real size
 # Pairs of a query and a place it attends to: below the first, handing over costs more than it saves; from the second
 # on, all threads together are faster.
@@ -100,22 +102,17 @@ class StepAttention:
         q = queries if members.are_all else queries[members.tokens]
         q = q.reshape(num_rows, width, kv_heads, shared, head_dim)
         q = (q * self._scale).permute(2, 0, 1, 3, 4).reshape(kv_heads * num_rows, width * shared, head_dim)
-        alone = q.shape[1] == 1
-        if alone:
-            q = q.expand(-1, 2, -1)
+        num_queries = q.shape[1]
+        if num_queries < LEAST_ROWS:
+            q = F.pad(q, (0, 0, 0, LEAST_ROWS - num_queries))
         context = bucket.blocks.shape[0] // num_rows * block_size
         shape = (kv_heads * num_rows, context, head_dim)
         k, v = (part.view(shape) for part in pools.gather(bucket.blocks))
         weights = torch.bmm(q, k.transpose(1, 2))
-        if alone:
-            spread = weights.view(kv_heads, num_rows, 1, 2, context)
-        else:
-            spread = weights.view(kv_heads, num_rows, width, shared, context)
+        spread = weights[:, :num_queries].view(kv_heads, num_rows, width, shared, context)
         spread.masked_fill_(bucket.hidden, float("-inf"))
         weights.sub_(weights.amax(dim=-1, keepdim=True)).exp_()
-        out = _weighted_mean(weights, v)
-        if alone:
-            out = out[:, :1]
+        out = _weighted_mean(weights, v)[:, :num_queries]
         out = out.view(kv_heads, num_rows, width, shared, head_dim).permute(1, 2, 0, 3, 4)
         return out.reshape(num_rows * width, kv_heads * shared, head_dim)
 
@@ -186,7 +183,7 @@ def _bucket(kv: KVTensors, tables: Index, positions: Index, group: int, masked: 
     if window is not None:  # whole pieces: a token's sums are cut at the same places whatever the step holds
         low = np.maximum(positions[:, 0] - window + 1, 0) // PIECE * PIECE
     length = positions[:, -1] + 1 - low
-    num_blocks = -(-int(length.max()) // size)
+    num_blocks = -(-max(int(length.max()), LEAST_CONTEXT) // size)
     index = low[:, None] // size + np.arange(num_blocks)
     held = np.arange(num_blocks) * size < length[:, None]
     index = np.minimum(index, tables.shape[1] - 1)
