@@ -80,7 +80,7 @@ def test_an_answer_is_a_lane_of_ones_own_and_is_explained(server: ClientServer, 
         view.wait_for_pixels("lanes", "own")
         answer = ended(view)[1]
         assert answer["state"] == "done" and answer["tokens"] == 400 and answer["rate"] > 0
-        assert "400 tokens" in page.locator(".figures").inner_text()
+        page.wait_for_selector(".figures:has-text('400 tokens')")  # drawn with the next frame
         assert "tokens/s" in page.locator(".figures").inner_text()
         lane = page.locator(".foot a").get_attribute("href")
         assert lane == f"/ui#request={answer['request']}"
