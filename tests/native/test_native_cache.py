@@ -229,6 +229,36 @@ def test_a_compiler_that_is_ended_is_a_sentence(
     assert not list(folder.glob("*.bin"))
 
 
+ALONE = """
+    import sys, time
+    from pathlib import Path
+    from paceline.runner.native import compile
+
+    def compile_group(names, isa, machine, *, listing):
+        if names == compile.GROUPS[0]:
+            time.sleep(5.0)
+        Path(sys.argv[1] + ".began").touch()
+        return b""
+
+    compile.import_kernels, compile.compile_group = (lambda isa: None), compile_group
+    compile.main("plain", "x86_64", sys.argv[1])
+"""
+
+
+def test_a_compiler_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Those that compile the other groups end with their group. They keep the pipe open for as long as they are."""
+    command = [sys.executable, "-c", textwrap.dedent(ALONE), str(tmp_path / "kernels.o")]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as compiling:
+        try:
+            deadline_s = time.monotonic() + 60
+            while not list(tmp_path.glob("*.began")) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+        finally:
+            compiling.kill()
+        assert compiling.communicate(timeout=30)[0] == b""
+    assert list(tmp_path.glob("*.began"))
+
+
 def test_keys_differ_by_processor() -> None:
     isa = host_isa()
     assert kernels_key(isa) == host_code().key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from paceline import LLM, SamplingParams
 from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.machine_load import FreeCores, MachineLoad
 from paceline.runner.native import interrupts
 from paceline.runner.native.interrupts import StepInterrupted
-from paceline.runner.native.layout import PHASES
+from paceline.runner.native.layout import LINE, PHASES, SEMAPHORE, SYNC_BYTES, Y_ASLEEP
 from paceline.runner.native.model import build_model
 from paceline.runner.native.step import TIMED_EVERY, NativeStep
 from paceline.runner.native.team import JOIN_S
@@ -90,6 +92,38 @@ def test_threads_sleep_at_meetings_while_others_use_the_cores() -> None:
     finally:
         step.close()
         alone.close()
+
+
+class Taken(FreeCores):
+    """Cores of which others use a part all the time."""
+
+    def refresh(self, tokens: int = 1) -> int:
+        self.count = 0
+        return self.most
+
+
+def wake_ups(step: NativeStep) -> list[int]:
+    """Of the two lines of meetings: wake-ups that no thread waits for, less those that the next ones will take."""
+    libc, found = ctypes.CDLL(None), []
+    for line in range(Y_ASLEEP, SYNC_BYTES, LINE):
+        value, at = ctypes.c_int(), step.memory.parameters.get("sync") + line
+        libc.sem_getvalue(ctypes.c_void_p(at + SEMAPHORE), ctypes.byref(value))
+        found.append(value.value + ctypes.c_int64.from_address(at).value)
+    return found
+
+
+def test_threads_that_do_not_come_to_sleep_leave_no_wake_ups_behind() -> None:
+    """They would add up, and every sleep and every meeting would take longer than the one before."""
+    step = NativeStep(model(KIND), CONFIG, host_code(), 32, Taken(MachineLoad(), 32))
+    try:
+        for _ in range(800):
+            compute(step)
+        until_s = time.monotonic() + 5.0
+        while any(wake_ups(step)) and time.monotonic() < until_s:
+            time.sleep(0.01)  # threads are on their way out of the last meeting
+        assert wake_ups(step) == [0, 0]
+    finally:
+        step.close()
 
 
 @pytest.mark.parametrize("naps_s", [0.0, 0.3])

@@ -88,7 +88,14 @@ def prompted(prompt: Prompt, defaults: EmbeddingDefaults, name: str | None) -> P
         raise InvalidRequest(
             f"prompt_name: {chosen!r:.64} is not among this model's prompts ({known})", param="prompt_name"
         )
-    if not chosen or not isinstance(prompt, str):
+    if not chosen:
+        return prompt
+    if not isinstance(prompt, str):
+        if name:
+            raise InvalidRequest(
+                "prompt_name: an input of token ids is taken as it is; send texts, or leave prompt_name out",
+                param="prompt_name",
+            )
         return prompt
     return defaults.prompts[chosen] + prompt
 

@@ -117,13 +117,13 @@ class Leaving(threading.Thread):
 
     def __init__(self, service: ModelService, level: int) -> None:
         super().__init__(name="paceline-leaving", daemon=True)
-        self._service, self._level = service, level
+        self._service, self.level = service, level
         self.start()
 
     def run(self) -> None:
         assert self._service.sleeper is not None
         try:
-            self._service.sleeper.let_go(self._level)
+            self._service.sleeper.let_go(self.level)
         except Exception as error:  # no memory on the host: then they are read again
             _logger.warning("weights are not kept in host memory: %s", _one_line(error))
             self._service.sleeper.let_go(WEIGHTS_DROPPED)
@@ -320,7 +320,7 @@ class EngineService:
         for number, leaving in list(self._leaving.items()):
             if not leaving.is_alive():
                 del self._leaving[number]
-                self._finish_leaving(number)
+                self._finish_leaving(number, leaving)
         busy = [model.engine.has_requests or model.engine.adapters.is_asked for model in self._models]
         for order in self._conductor.orders(time.monotonic(), busy):
             if order.level:
@@ -344,7 +344,11 @@ class EngineService:
         self._conductor.slept(order.model, level)
         _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
 
-    def _finish_leaving(self, number: int) -> None:
+    def _finish_leaving(self, number: int, leaving: Leaving) -> None:
+        level = self._conductor.seats[number].level
+        if leaving.level < level:  # it was put to a deeper sleep meanwhile
+            self._leaving[number] = Leaving(self._models[number], level)
+            return
         if self._trade is not None:
             self._trade.slept(number)
         for question in [question for model, question in self._told_later if model == number]:

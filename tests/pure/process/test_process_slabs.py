@@ -184,6 +184,20 @@ def test_an_operator_is_answered_when_the_weights_have_left(
     assert [(each.question, each.standing, each.rejected) for each in answers] == [(1, "asleep", None)]
 
 
+def test_a_deeper_sleep_that_is_asked_for_while_weights_leave_is_not_forgotten(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    monkeypatch.setattr(serving.service._models[0], "answer", answers.append)
+    serving.weights[0].may_leave.clear()
+    serving.rest(0, WEIGHTS_KEPT)
+    serving.rest(0, WEIGHTS_DROPPED)
+    serving.weights[0].may_leave.set()
+    serving.until(lambda: len(answers) == 2)
+    assert serving.weights[0].levels == [WEIGHTS_KEPT, WEIGHTS_DROPPED]
+    assert serving.standing(0) is Standing.ASLEEP
+
+
 def test_an_adapter_that_is_loaded_for_a_sleeper_wakes_it(serving: Serving) -> None:
     engine = serving.engines[0]
     found: list[Any] = []

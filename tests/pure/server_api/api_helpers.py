@@ -18,6 +18,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.tree_limits import TreeLimits
 from paceline.errors import NeverFits
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.caller import Caller
@@ -223,13 +224,16 @@ class Api:
         *,
         generation: GenerationDefaults | None = None,
         text: Tokenizer | None = None,
+        embedding: EmbeddingDefaults | None = None,
         **settings: Any,
     ) -> None:
         text = text or tokenizer()
         self.client = FakeClient(script or says("hello"), replace(INFO, vocab_size=text.vocab_size))
         self.listener = Listener()
         own = generation or GenerationDefaults()
-        model = ServedModel(names=("tiny", "alias"), tokenizer=text, generation=own, created_s=7)
+        model = ServedModel(
+            names=("tiny", "alias"), tokenizer=text, generation=own, embedding=embedding, created_s=7
+        )
         self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
         self.routes: dict[tuple[str, str], Route] = {
             (method, route.path): route for route in routes(self.service) for method in route.methods

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paceline import server
+from paceline.audit.story import _ENDS
 from paceline.cli.top.picture import unpack_steps
 from paceline.config.speculative import DraftConfig
 from paceline.core.events import DecisionKind
@@ -234,3 +239,10 @@ def test_drafts_are_told() -> None:
     found = snapshot_of(bench.state)
     assert found.draft_tokens > found.accepted_tokens > 0
     assert found.draft_tokens == bench.state.counters.draft_tokens
+
+
+def test_the_page_marks_as_finished_what_the_story_tells_as_an_end_that_was_wanted() -> None:
+    stage = Path(server.__file__).parent / "live" / "ui" / "stage.js"
+    [listed] = re.findall(r"GOOD_ENDS = new Set\(\[(.*)\]\)", stage.read_text(encoding="utf-8"))
+    wanted = {rule.value for rule, words in _ENDS.items() if not words.startswith(("was ", "failed"))}
+    assert set(json.loads(f"[{listed}]")) == wanted

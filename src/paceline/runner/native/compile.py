@@ -4,7 +4,7 @@
 
 numba turns each Python function into LLVM's language, and nothing more: what it would optimise, link and translate on
 the way is left out. LLVM then makes the code of a group of kernels at once, for a target machine that is set and not
-guessed. The groups are compiled beside each other, in a process for each core.
+guessed. The groups are compiled beside each other, the first one here and each other one in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from paceline.runner.machine_load import usable_cores
 from paceline.runner.native.checks import is_checking
 from paceline.runner.native.code import joined
 from paceline.runner.native.isa import BY_NAME, Isa
@@ -144,9 +141,23 @@ def main(name: str, machine: str, path: str, form: str = "object") -> None:
     isa, listing = BY_NAME[name], form == "assembly"
     gc.disable()  # it would look through numba's objects again and again, and few of them can go
     import_kernels(isa)
-    work = partial(compile_group, isa=isa, machine=machine, listing=listing)
-    with ProcessPoolExecutor(min(len(usable_cores()), len(GROUPS)), get_context("fork")) as pool:
-        parts = list(pool.map(work, GROUPS))
+    files = [Path(f"{path}.{number}") for number in range(len(GROUPS))]
+
+    def work(number: int) -> None:
+        files[number].write_bytes(compile_group(GROUPS[number], isa, machine, listing=listing))
+
+    # No pool: its processes would wait for more work for ever if this one were killed.
+    others = [get_context("fork").Process(target=work, args=(number,)) for number in range(1, len(GROUPS))]
+    for other in others:
+        other.start()
+    work(0)
+    for number, other in enumerate(others, 1):
+        other.join()
+        if other.exitcode:
+            raise RuntimeError(f"the process for {', '.join(GROUPS[number])} ended with {other.exitcode}")
+    parts = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
     Path(path).write_bytes(b"\f".join(parts) if listing else joined(parts))
 
 

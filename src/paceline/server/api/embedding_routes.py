@@ -15,7 +15,7 @@ from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.server.api.fields import FLAG, Field, FieldTable, choice, shaped, text, whole, without_effect
 from paceline.server.api.generation_route import GenerationRoute
 from paceline.server.api.limits import RequestLimits
-from paceline.server.api.openai_fields import PROMPT_MUST, service_level_fields
+from paceline.server.api.openai_fields import PROMPT_MUST, salt_field, service_level_fields
 from paceline.server.api.openai_requests import ParsedBody, common_values, read_prompts
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
@@ -50,6 +50,7 @@ def embeddings_table(limits: RequestLimits) -> FieldTable:
             ),
             Field("truncate", FLAG, "cut inputs that are too long instead of refusing them"),
             *service_level_fields(),
+            salt_field(limits),
             without_effect("user", text(0, limits.name_chars)),
         ],
     )

@@ -240,11 +240,7 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             "include_usage: a last chunk with usage; continuous_usage_stats: usage in every chunk",
         ),
         *service_level_fields(),
-        Field(
-            "cache_salt",
-            text(1, limits.cache_salt_chars),
-            "cached prompts are shared only with requests that bring the same",
-        ),
+        salt_field(limits),
         Field(
             "tree",
             TREE,
@@ -252,6 +248,14 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
         ),
         *objective_fields(),
     ]
+
+
+def salt_field(limits: RequestLimits) -> Field:
+    return Field(
+        "cache_salt",
+        text(1, limits.cache_salt_chars),
+        "cached prompts are shared only with requests that bring the same",
+    )
 
 
 def objective_fields() -> list[Field]:

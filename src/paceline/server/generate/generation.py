@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from paceline.core.events import NOT_FINITE, Finished, Rule
@@ -148,6 +149,7 @@ class Generation:
         self.record = record
         self.fork = fork
         self.on_closed: Callable[[], None] | None = None
+        self.at_once: int | None = None  # prompts of which updates are asked for at a time; None: all
         self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
@@ -157,10 +159,12 @@ class Generation:
         self._accept: Callable[[list[Delta]], bool] | None = None
         self._failure: PacelineError | None = None
         self._parts: list[_Part] = []
+        self._num_open = 0
         for prepared, stream in started:
-            first = sum(len(part.branches) for part in self._parts) if fork is None else fork.first_index
+            first = self._num_open if fork is None else fork.first_index
             self._parts.append(_Part(stream, prepared, tokenizer, first, fork))
-        self._num_open = sum(part.num_open for part in self._parts)
+            self._num_open += self._parts[-1].num_open
+        self._unended = dict.fromkeys(self._parts)
         self._num_prompt = sum(len(part.prepared.token_ids) + part.num_taken_over for part in self._parts)
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
@@ -373,14 +377,14 @@ class Generation:
     async def _take_any(self) -> list[tuple[_Part, list[BranchUpdate]]]:
         """Updates of those prompts that have some. The next one of a prompt is asked for after this one."""
         waiting = []
-        for part in self._parts:
-            if part.task is None and part.num_open:
+        asked = list(islice(self._unended, self.at_once))
+        for part in asked:
+            if part.task is None:
                 part.task = asyncio.ensure_future(part.stream.take())
-            if part.task is not None:
-                waiting.append(part.task)
+            waiting.append(part.task)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         taken = []
-        for part in self._parts:
+        for part in asked:
             if part.task is not None and part.task.done():
                 done, part.task = part.task, None
                 taken.append((part, done.result()))
@@ -465,6 +469,8 @@ class Generation:
         for outcome, number in branch.call_outcomes.items():
             record.tool_calls[outcome] = record.tool_calls.get(outcome, 0) + number
         part.num_open -= 1
+        if not part.num_open:
+            del self._unended[part]
         self._num_open -= 1
         if branch is part.branches[0]:  # the others take the prompt over from the first
             record.num_cached += ending.num_cached

@@ -6,7 +6,6 @@ that they neither fill the engine's queue nor keep others waiting behind all of 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -61,30 +60,26 @@ def _input_ids(tokenizer: Tokenizer, given: str | list[int], longest: int | None
 def feed(
     prepared: Sequence[PreparedRequest],
     submit: Callable[[PreparedRequest], EngineStream],
-    size: int,
     on_number: Callable[[int], None],
 ) -> list[tuple[PreparedRequest, EngineStream]]:
-    """Streams of which `size` are with the engine at a time; `on_number` gets the engine's number of each."""
-    window = asyncio.Semaphore(size)
+    """Streams that are submitted when they are first asked; `on_number` then gets the engine's number of each."""
 
     def start(prompt: PreparedRequest) -> EngineStream:
         stream = submit(prompt)
         on_number(stream.first)
         return stream
 
-    return [(prompt, FedStream(partial(start, prompt), window)) for prompt in prepared]
+    return [(prompt, FedStream(partial(start, prompt))) for prompt in prepared]
 
 
 class FedStream:
-    """An `EngineStream` that is submitted once the window has a place for it."""
+    """An `EngineStream` that is submitted when its first updates are wanted."""
 
     first = 0  # its number is not known before it is submitted
 
-    def __init__(self, submit: Callable[[], EngineStream], window: asyncio.Semaphore) -> None:
+    def __init__(self, submit: Callable[[], EngineStream]) -> None:
         self._submit = submit
-        self._window = window
         self._stream: EngineStream | None = None
-        self._has_place = False
 
     @property
     def forecast(self) -> Forecast | None:
@@ -92,13 +87,8 @@ class FedStream:
 
     async def take(self) -> list[BranchUpdate]:
         if self._stream is None:
-            await self._window.acquire()
-            self._has_place = True
             self._stream = self._submit()
-        updates = await self._stream.take()
-        if any(update.ending is not None for update in updates):
-            self._leave()
-        return updates
+        return await self._stream.take()
 
     def divert(self, on_updates: OnUpdates) -> None:
         """Readers of many streams are woken."""
@@ -109,9 +99,3 @@ class FedStream:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._has_place:
-            self._has_place = False
-            self._window.release()

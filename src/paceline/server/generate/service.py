@@ -245,7 +245,9 @@ class Service:
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
             )
             generation.ignored = ignored
-            if not is_pooled:
+            if is_pooled:
+                generation.at_once = self._window
+            else:
                 self.live.note(call.id, body, call.route, generation)
             return generation
         except BaseException:  # no caller has it and could close it
@@ -506,7 +508,6 @@ class Service:
         adapter: int,
     ) -> list[tuple[PreparedRequest, EngineStream]]:
         tenant = self._tenant(call, body)
-        timeout_s = self._timeout_s(call)
         started: list[tuple[PreparedRequest, EngineStream]] = []
 
         def submit(prompt: PreparedRequest) -> EngineStream:
@@ -518,7 +519,7 @@ class Service:
                 sampling,
                 tenant=tenant,
                 service_level=service_level,
-                timeout_s=timeout_s,
+                timeout_s=self._timeout_s(call),
                 tree=body.tree,
                 adapter=adapter,
             )
@@ -528,13 +529,13 @@ class Service:
             call.id,
             call.caller,
             service_class=service_level.service_class,
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s(call),
             prompt=lambda: body.shown_prompt,
         )
         if body.sampling.pooling is not None:
             note()
             found = partial(self.recent.found_number, call.id)
-            return feed(prepared, submit, self._window, found)
+            return feed(prepared, submit, found)
         try:
             for prompt in prepared:
                 started.append((prompt, submit(prompt)))

@@ -74,8 +74,9 @@ def meet(p, laps, phase):
 
 # A thread is counted before it looks at the meeting for the last time, and the meeting is over before it is asked how
 # many are counted: one of the two sees the other. Both are added, not stored, so that no look comes before them. A
-# thread that was counted and did not sleep leaves a wake-up behind, which costs a later one a look. No thread can come
-# to the meeting after the next while another sleeps at this one: two lines are enough.
+# thread that was counted and did not sleep is taken off again; where a wake-up was made for it by then, the count is
+# one below nought, and the next thread to be counted takes that wake-up before it sleeps: none are left to add up. No
+# thread can come to the meeting after the next while another sleeps at this one: two lines are enough.
 
 
 @kernel
@@ -95,6 +96,8 @@ def _sleep(sync, meeting, asleep):
     pause()
     if peek(sync) == meeting:
         sleep_on(asleep + at.SEMAPHORE)
+    else:
+        fetch_add(asleep, -1)
 
 
 @kernel

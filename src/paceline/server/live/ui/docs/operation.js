@@ -48,7 +48,8 @@ export class Operation {
 
   fieldRows() {
     const schema = (this.json ?? this.form)?.schema ?? {}, required = new Set(schema.required ?? []);
-    return Object.entries(schema.properties ?? {}).map(([name, entry]) => {
+    const fields = Object.entries(schema.properties ?? {}).sort(([one], [other]) => required.has(other) - required.has(one));
+    return fields.map(([name, entry]) => {
       const first = element("td", {}, element("code", { text: name }));
       if (required.has(name)) first.append(element("b", { text: " required" }));
       const meaning = [entry.description, limits(entry)].filter(Boolean).join("; ");
