@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.runner.gpu.device_layers import packed, packed_of, quantized
 from paceline.runner.gpu.kernels.block_product import (
     BlockWeight,
     block_product,
@@ -23,7 +24,6 @@ from paceline.runner.gpu.kernels.scaled_rows import (
     quantize_rows,
 )
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from paceline.runner.gpu.linears import packed, packed_of, quantized
 from tests.gpu.kernel_cases import Shape, assert_close
 from tests.gpu.kernel_references import (
     reference_gated_activation,

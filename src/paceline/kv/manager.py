@@ -43,8 +43,8 @@ from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import make_group
-from paceline.kv.held_slabs import HeldSlabs
 from paceline.kv.level import Level, PoolMaker, make_order
+from paceline.kv.slabs import HeldSlabs
 from paceline.kv.swap import Ticket, Tickets
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices

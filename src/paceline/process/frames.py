@@ -38,11 +38,10 @@ from paceline.config.model_set import ModelShare
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
-from paceline.core.request import BranchState, Change, ChangeOutcome
+from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.core.standing import Standing
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,

@@ -34,8 +34,7 @@ from paceline.core.plan import (
     StepResult,
     StepTimes,
 )
-from paceline.core.pulse import Pulse
-from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.core.standing import WEIGHTS_DROPPED, Pulse
 from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch

@@ -41,9 +41,10 @@ from paceline.core.request import (
     RequestHooks,
     RequestId,
     RequestState,
+    RequestTree,
+    TreeLimits,
     account_of,
 )
-from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes

@@ -20,7 +20,14 @@ from paceline.models.rope import inverse_frequencies
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import LayerAdapters, StepAdapters
 from paceline.runner.gpu.device_attention import DeviceAttention, StepPlans
-from paceline.runner.gpu.device_layers import DeviceExperts, DeviceLayer, device_layer
+from paceline.runner.gpu.device_layers import (
+    DeviceExperts,
+    DeviceLayer,
+    DeviceLinear,
+    GroupedLinear,
+    ScaledLinear,
+    device_layer,
+)
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
     allocate_expert_buffers,
@@ -59,7 +66,6 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinear
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 _WIDE = 4096  # hidden entries

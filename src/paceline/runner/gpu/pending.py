@@ -26,7 +26,7 @@ from paceline.runner.gpu.device_drafts import REPORT_COLUMNS, TALLY_WORDS
 from paceline.runner.gpu.device_queue import Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
-from paceline.runner.gpu.logprob_reports import AskedLogprobs
+from paceline.runner.gpu.token_sampling import AskedLogprobs
 
 I32 = NDArray[np.int32]
 # By what kernels report; what rows with unusable numbers have does not matter.

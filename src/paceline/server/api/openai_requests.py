@@ -12,8 +12,8 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.adapter import AdapterInfo
+from paceline.core.request import TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
