@@ -114,9 +114,8 @@ class KVManager:
             self.levels.append([Level(count, order=order) for order in orders])
         self.places = self.levels[1]
         self.keeps_below = config.cache_on_host and self.caching  # prefixes that the device evicts
-        self.fetching: dict[
-            bytes, float
-        ] = {}  # names of blocks that come from the disk, and when they should be here
+        # Names of blocks that come from the disk, and when they should be here.
+        self.fetching: dict[bytes, float] = {}
         # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
         self.fresh: deque[tuple[int, int]] | None = None
         self.num_fresh = 0

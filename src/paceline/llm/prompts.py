@@ -116,9 +116,8 @@ class PromptReader:
         if not changes and (sampling.temperature == 0 or sampling.seed is not None):
             return sampling, {}
         given = dict(changes)
-        asked = replace(
-            sampling, **{"min_tokens": 0, **given}
-        )  # the least counts from the request's first token
+        # The least counts from the request's first token.
+        asked = replace(sampling, **{"min_tokens": 0, **given})
         asked.check_vocabulary(self._vocab_size)
         if asked.stop and self._tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")

@@ -64,9 +64,8 @@ class EngineInfo:
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
     learns_step_sizes: bool = False  # the sizes of steps above are those of the start
-    runner: dict[str, str | int] = field(
-        default_factory=dict
-    )  # what computes steps: its name, and more about it
+    # What computes steps: its name, and more about it.
+    runner: dict[str, str | int] = field(default_factory=dict)
     adapters: tuple[AdapterInfo, ...] = ()  # of the start
 
     @property

@@ -403,9 +403,8 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
     body: bytes
 
 
-Answer = (
-    Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
-)  # to a question, whose number it bears
+# To a question, whose number it bears.
+Answer = Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
 FromEngine = Loading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()

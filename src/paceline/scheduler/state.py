@@ -91,11 +91,12 @@ def note_kind(request: Request) -> None:
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # tenants remembered after their last request
 
+# See core.fast.
 _FINISH, _PREEMPT, _FINISHED = (
     DecisionKind.FINISH,
     DecisionKind.PREEMPT,
     RequestState.FINISHED,
-)  # see core.fast
+)
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)

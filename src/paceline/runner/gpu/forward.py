@@ -196,9 +196,8 @@ class DeviceDecoder:
         ]
         if count == 1 and self._joins_norms and adapters is None:
             return self._forward_one(attention, step, places)
-        norms_overlap = overlapped or (
-            adapters is not None and adapters.overlapped
-        )  # kernels of adapters are beside
+        # Kernels of adapters are beside.
+        norms_overlap = overlapped or (adapters is not None and adapters.overlapped)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
             of_layer = None if adapters is None else adapters.of_layer(index)

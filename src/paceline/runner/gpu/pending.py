@@ -40,9 +40,8 @@ class GPUPending:
     seq: int
     batch: DeviceBatch
     ring: NDArray[np.int32]
-    swapped: Callable[
-        [], tuple[I32, I32]
-    ]  # when the step is done: tickets of swaps that are done, or failed, too
+    # When the step is done: tickets of swaps that are done, or failed, too.
+    swapped: Callable[[], tuple[I32, I32]]
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens

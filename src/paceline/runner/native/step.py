@@ -28,7 +28,7 @@ from paceline.runner.sampling.sampler import Settled, Wanted
 
 Index = NDArray[np.int64]
 LOOK_S = 0.5  # between two looks at the phase of a step
-# Phases are timed in one step of so many: the clocks take half a percent of a small one. Not a power of two, so that
+# Phases are timed in one step of this many: the clocks take half a percent of a small one. Not a power of two, so that
 # requests of equal lengths do not put every prompt into a timed step.
 TIMED_EVERY = 7
 

@@ -57,9 +57,8 @@ class ParsedBody:
     sampling: SamplingParams
     messages: Sequence[Any] | None = None
     prompts: tuple[str | list[int], ...] = ()
-    template: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # how it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them
+    # How it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them.
+    template: Mapping[str, Any] = field(default_factory=dict)
     echoes_prompt: bool = False  # a completion begins with its prompt
     only_echoes: bool = False  # and ends there too (max_tokens 0)
     is_stream: bool = False  # the answer is sent as it is made
