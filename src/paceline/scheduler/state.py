@@ -52,11 +52,10 @@ from paceline.policy import Policy, RequestView
 from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
-from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.step_sizes import StepSizes
-from paceline.scheduler.tenants import TenantAccounting
+from paceline.scheduler.tenants import OutputStats, TenantAccounting
 from paceline.scheduler.view_columns import row_view
 from paceline.scheduler.waiting_queue import WaitingQueue, first
 
