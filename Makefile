@@ -89,7 +89,7 @@ pure: $(STAMP)
 	@HYPOTHESIS_PROFILE=quick $(PYTEST) tests/pure -m "not slow and not campaign" -n auto
 
 steps: $(STAMP)
-	@$(BIN)/python -m tests.dst --seeds 0:112 --min-steps 100000 --require 100
+	@$(BIN)/python -m tests.dst --seeds 0:112 --min-steps 100000 --require 100 --jobs 2
 
 # Results under out/ are the user's and stay.
 clean: ## Remove .venv, caches and build output

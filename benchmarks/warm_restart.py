@@ -102,9 +102,8 @@ def restart(given: Given, folder: Path) -> Found:
     runs = []
     for is_warm in (False, True):
         with served(options) as server:
-            asyncio.run(
-                first_token(server, make_prompts(1, 64, seed=1 + is_warm)[0])
-            )  # the first pays for memory
+            # The first pays for memory.
+            asyncio.run(first_token(server, make_prompts(1, 64, seed=1 + is_warm)[0]))
             runs.append([asyncio.run(first_token(server, prompt)) for prompt in prompts])
             wait_until_written(folder, given.prompts * (PROMPT_TOKENS // 16))
     if [text for _, text in runs[0]] != [text for _, text in runs[1]]:

@@ -260,9 +260,8 @@ class _Listener:
         self._num_new = num_new
         self._rng = random.Random(0)
         self.tokens_of: dict[RequestId, list[int]] = {}
-        self.branches: dict[
-            RequestId, tuple[RequestId, list[int]]
-        ] = {}  # of which request, and all its tokens
+        # Of which request, and all its tokens.
+        self.branches: dict[RequestId, tuple[RequestId, list[int]]] = {}
         self.preempted = 0
         self.hits = 0
 

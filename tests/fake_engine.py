@@ -12,11 +12,10 @@ from typing import Any
 from paceline.core.adapter import AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast
-from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReason, RequestId
+from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReason, RequestId, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import SleepRefused, UnknownAdapter
 from paceline.process.client import (
     EngineInfo,

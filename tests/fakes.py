@@ -96,9 +96,8 @@ class _Row:
     num_prompt: int = 0
     dropped: int = 0  # tokens that its tables have no entries for
     tables: list[list[int]] = field(default_factory=list)
-    kv: list[tuple[list[int], list[list[int]]]] = field(
-        default_factory=list
-    )  # each table and the memory it is for
+    # Each table and the memory it is for.
+    kv: list[tuple[list[int], list[list[int]]]] = field(default_factory=list)
     changed: bool = True  # its tables changed since they were last compared whole
 
 

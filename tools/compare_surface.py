@@ -27,6 +27,7 @@ from tests.model_folder import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_S = 90.0
+RECENT_S = 3.0  # figures of the last minute are among the metrics once there is a little of it
 SIMULATION = ("sim", "--num-requests", "200", "--rate", "12", "--seed", "7", "--log")
 WORDS = frozenset(("description", "summary", "title", "version"))  # of an OpenAPI document
 CHAT = {
@@ -83,6 +84,7 @@ def _served(tree: Path, model: Path, environment: Mapping[str, str]) -> dict[str
     with _server(tree, model, environment) as url:
         document = json.loads(_get(f"{url}/openapi.json"))
         chat = json.loads(_get(f"{url}/v1/chat/completions", {"model": "tiny", **CHAT}))
+        time.sleep(RECENT_S)
         metrics = _get(f"{url}/metrics")
     families = sorted(line for line in metrics.splitlines() if line.startswith("# TYPE"))
     return {

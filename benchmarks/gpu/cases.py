@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.runner.gpu.device_layers import packed, quantized
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodeTuning,
@@ -56,7 +57,6 @@ from paceline.runner.gpu.kernels.token_logprobs import (
     allocate_logprob_parts,
     token_logprobs,
 )
-from paceline.runner.gpu.linears import packed, quantized
 
 BF16 = torch.bfloat16
 Call = Callable[[], object]

@@ -20,6 +20,7 @@ from benchmarks.gpu.card import graph_microseconds, read_ceiling
 from benchmarks.gpu.cases import BF16, normal
 from benchmarks.harness import Benchmark, Found, Given, flag, row, table
 from paceline.runner.gpu.compile import compiling_only
+from paceline.runner.gpu.device_layers import packed, quantized
 from paceline.runner.gpu.kernels.gated_product import gated_product, gated_rows
 from paceline.runner.gpu.kernels.packed_product import (
     MAX_PACKED_ROWS,
@@ -39,7 +40,6 @@ from paceline.runner.gpu.kernels.scaled_product import (
 )
 from paceline.runner.gpu.kernels.scaled_rows import ScaledRows, allocate_scaled_rows, quantize_rows
 from paceline.runner.gpu.kernels.skinny_product import MAX_ROWS, ProductTuning
-from paceline.runner.gpu.linears import packed, quantized
 from tests.gpu import kernel_scaled_cases as checks
 from tests.gpu.kernel_cases import Shape
 

@@ -36,10 +36,9 @@ from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
 from paceline.core.plan import Runner, StepChecker
-from paceline.core.pulse import Pulse
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
-from paceline.core.standing import Sleeper
+from paceline.core.standing import Pulse, Sleeper
 from paceline.core.store import NO_STORE_WORK, StoreWork
 from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.decode_time import decode_seconds

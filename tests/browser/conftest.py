@@ -22,9 +22,8 @@ def chromium_path() -> str | None:
     return next((path for path in map(shutil.which, NAMES) if path is not None), None)
 
 
-@pytest.fixture(
-    scope="module"
-)  # while it runs, its thread has an event loop, which other tests could not start
+# While it runs, its thread has an event loop, which other tests could not start.
+@pytest.fixture(scope="module")
 def viewer() -> Iterator[Viewer]:
     path = chromium_path()
     if path is None:

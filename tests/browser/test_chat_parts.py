@@ -88,9 +88,8 @@ def test_reasoning_is_folded_above_the_answer(server: ClientServer, viewer: View
     with chat(viewer, server) as view:
         page, asked = view.page, bodies_of(view.page)
         thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 10}
-        endless = {
-            "logit_bias": {str(END_OF_TURN): -100, str(EOS): -100}
-        }  # a budget and ignore_eos exclude each other
+        # A budget and ignore_eos exclude each other.
+        endless = {"logit_bias": {str(END_OF_TURN): -100, str(EOS): -100}}
         use_settings(view, sampling={"max_tokens": 40, **endless, **thinks})
         send(page, "Think about it")
         answer = ended(view)[1]

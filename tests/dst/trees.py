@@ -10,9 +10,8 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.core.request import Request
+from paceline.core.request import Request, TreeLimits
 from paceline.core.sampling import SamplingParams
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidTransition
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.objectives import REFUSALS

@@ -44,12 +44,13 @@ def recorded(folder: Path) -> dict[str, Any]:
     return {line["custom_id"]: line for line in lines}
 
 
-def test_killed_in_the_middle_no_line_is_lost_or_run_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_killed_in_the_middle_no_line_is_lost_or_run_twice(tmp_path: Path, kills: int) -> None:
     rng = random.Random(7)
     lines = [request(f"r{i}", max_tokens=rng.randrange(1, 60)) for i in range(NUM_LINES)]
     batch_id = ""
     kept: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(kills):
         with client_server(tmp_path, *flags(tmp_path)) as server, openai_client(server) as client:
             batch_id = batch_id or begin(client, jsonl(*lines)).id
             wanted = len(kept) + rng.randrange(3, 15)

@@ -152,7 +152,7 @@ def test_a_trace_is_run(tmp_path: Path) -> None:
 )
 def test_it_runs_where_only_the_engine_can(command: str, modes: list[str | None], tmp_path: Path) -> None:
     target = tmp_path / "result.json"
-    flags = ("--shape", "tiny", "--max-num-batched-tokens", "512", "--json", str(target))
+    flags = (*TINY, "--json", str(target))
     done = run_plain(tmp_path, *command.split(), *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2].startswith("-----")

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.runner.disk_store import HEADER, MAGIC, VERSION, DiskStore
 from tests.e2e.http_server import read_reply, request_bytes
-from tests.e2e.model_cli import COMMAND, environment, run_process
+from tests.e2e.model_cli import COMMAND, environment, run, run_process
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -28,16 +28,16 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> 
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
-    one_line(run_process("serve", "--port", "80000", cache=tmp_path), 2, "--port")
-    one_line(run_process("serve", "--prot", "1", cache=tmp_path), 2, "--prot")
-    one_line(run_process("serve", "--trust-remote-code", cache=tmp_path), 2, "--trust-remote-code")
-    one_line(run_process("serve", "--api-key", "k", cache=tmp_path), 2, "--api-keys-file")
+    one_line(run("serve", "--port", "80000", cache=tmp_path), 2, "--port")
+    one_line(run("serve", "--prot", "1", cache=tmp_path), 2, "--prot")
+    one_line(run("serve", "--trust-remote-code", cache=tmp_path), 2, "--trust-remote-code")
+    one_line(run("serve", "--api-key", "k", cache=tmp_path), 2, "--api-keys-file")
     one_line(run_process("serve", "--host", "0.0.0.0", cache=tmp_path), 2, "--host", "--api-keys-file")
     one_line(run_process("serve", "--api-keys-file", "/nowhere", cache=tmp_path), 78, "--api-keys-file")
     config = tmp_path / "server.yaml"
     config.write_text("prot: 1\n")
-    one_line(run_process("serve", "--config", str(config), cache=tmp_path), 2, "prot", "port")
-    one_line(run_process("serve", cache=tmp_path, PACELINE_PORT="tcp://1.2.3.4"), 2, "PACELINE_PORT")
+    one_line(run("serve", "--config", str(config), cache=tmp_path), 2, "prot", "port")
+    one_line(run("serve", cache=tmp_path, PACELINE_PORT="tcp://1.2.3.4"), 2, "PACELINE_PORT")
 
 
 def test_a_folder_for_kv_that_cannot_be_used_ends_the_start(tiny: Path, tmp_path: Path) -> None:

@@ -175,10 +175,11 @@ def check_wide_decode(
     lengths = [before + count for before, count in rows]
     live = [max(0, before + 1 - window) if window else 0 for before, _ in rows]
     kv = paged_kv(shape, lengths, live_from=live)
+    # The last row is empty, as one that has ended.
     device, order = (
         shape.device,
         torch.randperm(len(rows) + 1),
-    )  # the last row is empty, as one that has ended
+    )
 
     def column(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

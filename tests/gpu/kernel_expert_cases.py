@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.runner.gpu.device_layers import stacked_matrices
+from paceline.runner.gpu.device_layers import (
+    DeviceLinear,
+    GroupedLinear,
+    ScaledLinear,
+    dense_matrix,
+    packed,
+    quantized,
+    stacked_matrices,
+)
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
@@ -24,14 +32,6 @@ from paceline.runner.gpu.kernels.expert_product import (
 )
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
-from paceline.runner.gpu.linears import (
-    DeviceLinear,
-    GroupedLinear,
-    ScaledLinear,
-    dense_matrix,
-    packed,
-    quantized,
-)
 from tests.gpu.kernel_references import reference_expert_product, reference_order
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.runner.gpu.device_layers import packed, packed_of, quantized
 from paceline.runner.gpu.kernels.block_product import (
     BlockWeight,
     block_product,
@@ -23,7 +24,6 @@ from paceline.runner.gpu.kernels.scaled_rows import (
     quantize_rows,
 )
 from paceline.runner.gpu.kernels.skinny_product import ProductTuning
-from paceline.runner.gpu.linears import packed, packed_of, quantized
 from tests.gpu.kernel_cases import Shape, assert_close
 from tests.gpu.kernel_references import (
     reference_gated_activation,
@@ -218,9 +218,8 @@ def check_block_product(
     """The product, and the matrix unpacked, of e4m3 with a scale per group of inputs."""
     total = columns * (2 if gated else 1)
     q = (shape.random(total, inner) * 40).float().clamp(-448, 448).to(torch.float8_e4m3fn)
-    q[0, :3] = torch.tensor([2.0**-9, -(2.0**-8), 448.0]).to(
-        q.dtype
-    )  # beyond normal numbers, and the largest
+    # Beyond normal numbers, and the largest.
+    q[0, :3] = torch.tensor([2.0**-9, -(2.0**-8), 448.0]).to(q.dtype)
     scale = (torch.rand(inner // group, total, device=shape.device) + 0.1) * inner**-0.5 / 40
     weight = BlockWeight(q, scale)
     exact = q.double() * scale.double().T.repeat_interleave(group, dim=1)

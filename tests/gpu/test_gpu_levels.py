@@ -21,7 +21,7 @@ from paceline import LLM
 from paceline.config.engine import PreemptionCosts
 from paceline.errors import ConfigError
 from paceline.kv.tiers import HOST
-from paceline.runner.gpu import host_memory, kv_pools
+from paceline.runner.gpu import kv_pools, slab_memory
 from tests.gpu.engine_cases import ENGINE, PROMPTS, engine, first_gaps, reference, saved, tokens_of
 
 CLOSE = 2e-2
@@ -75,9 +75,9 @@ def test_loads_beside_other_rows_stay_close() -> None:
 
 def test_memory_that_is_pinned_later_is_used_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pools, "FIRST_PLACES", 1)
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1)
+    monkeypatch.setattr(slab_memory, "PIECE_BYTES", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(host_memory.HostPlaces, "pin_rest", lambda self: None)
+        patched.setattr(slab_memory.HostPlaces, "pin_rest", lambda self: None)
         llm = LLM(**_arguments(OPTIONS))
     places = llm.loaded.engine._runner.host_places  # type: ignore[attr-defined]
     found = always_loads(llm)

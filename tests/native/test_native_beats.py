@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.core.pulse import Pulse
+from paceline.core.standing import Pulse
 from paceline.runner.device_rows import DeviceRows
-from paceline.runner.native.phase_beats import PhaseBeats
-from paceline.runner.native.step import NativeStep
+from paceline.runner.native.step import NativeStep, PhaseBeats
 from tests.bits import Circumstances
 from tests.kernels import host_code
 from tests.native.random_steps import LONGEST, model
@@ -124,8 +123,8 @@ def test_a_native_step_beats_and_ends_its_thread_with_itself(heard: Heard) -> No
 
 HANGING = """
     import os, threading, time
-    from paceline.core.pulse import Pulse
-    from paceline.runner.native.phase_beats import PhaseBeats
+    from paceline.core.standing import Pulse
+    from paceline.runner.native.step import PhaseBeats
     from paceline.runner.native.team import Parameters, Team
     from tests.kernels import host_code
 

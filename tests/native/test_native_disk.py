@@ -209,7 +209,7 @@ def killed_often(model: Path, folder: Path, computed: Answers, seeds: range, spo
 def test_an_engine_that_was_killed_starts_again_and_answers_right(
     model: Path, tmp_path: Path, computed: Answers
 ) -> None:
-    killed_often(model, tmp_path, computed, range(4), spoils=False)
+    killed_often(model, tmp_path, computed, range(2), spoils=False)
 
 
 @pytest.mark.campaign

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from paceline.models.files.stored import StoredTensor, decode_blocks, decode_float, tensor_names
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from paceline.runner.native.code import Code
-from paceline.runner.native.model import build_model, objection
-from paceline.runner.native.rope_tables import cos_and_sin, rope_tables
+from paceline.runner.native.model import build_model, cos_and_sin, objection, rope_tables
 from tests.bits import Circumstances, Prompt
 from tests.native.runs import record_native
 from tests.quantized_helpers import tiny_spec

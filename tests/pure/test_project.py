@@ -159,6 +159,14 @@ def test_a_stale_exception_is_an_offence(
     assert "stale entry in EXCEPTIONS" in capsys.readouterr().out
 
 
+def test_no_comment_pushes_a_value_into_brackets() -> None:
+    """The formatter breaks a line that its comment makes too long; the comment belongs above it."""
+    pattern = re.compile(r"^ *[])}]+( = [^#\n]*)?,?  # (?!noqa|type:|fmt:)", re.MULTILINE)
+    assert pattern.search("LIST = [\n    1\n]  # one\n")
+    files = [path for part in ("src", "tests", "tools", "benchmarks") for path in (ROOT / part).rglob("*.py")]
+    assert [path for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
 # ---------------------------------------------------------------- import contracts
 
 

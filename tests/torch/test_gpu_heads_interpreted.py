@@ -48,9 +48,8 @@ from tests.torch.test_model_drafts import Silent, random_head
 
 WIDTH = 3
 VOCABULARY, KNOWN = 64, 48  # tokens, and those that heads guess
-Guessed = dict[
-    tuple[int, ...], tuple[int, ...]
-]  # by the seed of a row, or 0 if it draws none, and its tokens
+# By the seed of a row, or 0 if it draws none, and its tokens.
+Guessed = dict[tuple[int, ...], tuple[int, ...]]
 
 
 def params(**given: object) -> SamplingParams:

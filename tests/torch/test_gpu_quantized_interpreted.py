@@ -29,9 +29,8 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import DenseStorage, build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.build import DeviceStorage, load_parts
-from paceline.runner.gpu.device_layers import device_layer
+from paceline.runner.gpu.device_layers import GROUPS, GroupedLinear, ScaledLinear, dense_matrix, device_layer
 from paceline.runner.gpu.kernels.packed_product import group_numbers
-from paceline.runner.gpu.linears import GROUPS, GroupedLinear, ScaledLinear, dense_matrix
 from paceline.runner.gpu.slab_memory import SlabMemory
 from paceline.runner.torch_step import TorchStep
 from tests.gpu.kernel_references import reference_packed, reference_scaled_rows

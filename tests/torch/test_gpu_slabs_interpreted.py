@@ -133,9 +133,8 @@ def test_tokens_do_not_depend_on_slabs_nor_on_sleep(tmp_path: Path) -> None:
     asked = [prompts(model, 2) for model in (0, 1)]
     expected = [alone(checkpoint, given) for checkpoint, given in zip(checkpoints, asked, strict=True)]
     assert expected[0] != expected[1]
-    both = TwoModels(
-        checkpoints, 1 + 7 + 3
-    )  # that of null blocks, two homes, and room for one of them at its peak
+    # That of null blocks, two homes, and room for one of them at its peak.
+    both = TwoModels(checkpoints, 1 + 7 + 3)
     home = both.trade.market.owners[0].home
     assert both.trade.market.owners[1].home.stop == 1 + 7
     for model in (0, 1):

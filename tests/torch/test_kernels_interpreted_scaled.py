@@ -84,9 +84,8 @@ def test_products_of_four_bits_in_parts() -> None:
 
 def test_products_of_four_bits_of_more_rows_than_a_program_takes() -> None:
     scaled.check_packed_product(SMALL, 70, 32, 128, 128, ProductTuning(columns=32, inner=128, rows=32))
-    scaled.check_packed_product(
-        SMALL, 70, 128, 256, 64, packed_tuning(70, 128, 256, narrow=True)
-    )  # as it is chosen
+    # As it is chosen.
+    scaled.check_packed_product(SMALL, 70, 128, 256, 64, packed_tuning(70, 128, 256, narrow=True))
 
 
 @pytest.mark.parametrize("group, narrow, gated", [(128, False, False), (128, True, False), (32, False, True)])

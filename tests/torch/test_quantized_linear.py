@@ -149,9 +149,8 @@ def test_damaged_weights_are_refused_by_the_name_of_their_tensor(dtype: str) -> 
     good = stored_matrix(shape_for(dtype, (32, 64)), dtype)
     raw = good.raw.copy()
     size = {"F32": 4, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q6_K": 210}[dtype]
-    at = (
-        size - 2 if dtype in ("F32", "Q6_K") else 0
-    )  # the upper half of a float, or the half that is a block's scale
+    # The upper half of a float, or the half that is a block's scale.
+    at = size - 2 if dtype in ("F32", "Q6_K") else 0
     raw[3 * size + at : 3 * size + at + 2] = (0xC0, 0x7F) if dtype == "F32" else (0x00, 0x7C)  # NaN, infinity
     for kept in (DenseStorage(), storage()):
         kept.linear([good], None)

@@ -71,7 +71,7 @@ class Shared:
         self.memory = SlabMemory(4, choose_slab_bytes(shapes, 200_000, 300_000), CPU)
         self.pools, self.sizes = [], []
         for spec, kind, shape in zip(specs, kinds, shapes, strict=True):
-            count = self.memory.blocks_in(shape)
+            count = self.memory.slab_bytes // shape.block_bytes
             config = KVConfig(
                 block_size=64, num_blocks=4 * count, slab_blocks=count, least_blocks=count, num_host_blocks=2
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.core.plan import NO_SWAPS, Swaps
-from paceline.runner.gpu import host_memory, kv_pools
+from paceline.runner.gpu import kv_pools, slab_memory
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kv_pools import BlockParts, SwapPool
 
@@ -138,7 +138,7 @@ class Driver:
         self.areas: dict[int, int] = {}
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
-        assert start % host_memory.PAGE == 0 == size % host_memory.PAGE and start not in self.areas
+        assert start % slab_memory.PAGE == 0 == size % slab_memory.PAGE and start not in self.areas
         if sum(self.areas.values()) + size > self.most:
             return 2
         self.areas[start] = size
@@ -153,14 +153,14 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(slab_memory, "PIECE_BYTES", 8192)
     return made
 
 
 def test_memory_is_pinned_in_whole_pages_and_given_back(driver: Driver) -> None:
     # Places of 1.5 and 4.5 pages: two of them fill whole pages.
     blocks = [torch.zeros(4, parts, 256, dtype=torch.int64) for parts in (3, 9)]
-    places = host_memory.HostPlaces(blocks, 20, pin=True)
+    places = slab_memory.HostPlaces(blocks, 20, pin=True)
     assert places.num_pinned == 0 and [tuple(group.shape) for group in places.tensors] == [
         (20, 3, 256),
         (20, 9, 256),
@@ -180,7 +180,7 @@ def test_memory_is_pinned_in_whole_pages_and_given_back(driver: Driver) -> None:
 def test_what_is_not_pinned_yet_is_not_copied_to(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.arange(12 * 1024).view(2, 12, 512).transpose(0, 1)
     pool = SwapPool([parts_of(blocks)], 6, DeviceQueue(CPU))
-    pool.places = host_memory.HostPlaces([blocks], 6, pin=True)
+    pool.places = slab_memory.HostPlaces([blocks], 6, pin=True)
     pool.places.pin(1)
     assert pool.places.num_pinned == 1
     pool.swap(both(swaps(1, [3], [0]), swaps(2, [4, 5], [0, 1])), NO_SWAPS)
@@ -193,7 +193,7 @@ def test_a_driver_that_pins_no_more_leaves_the_rest_out(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.most = 3 * 8192
-    places = host_memory.HostPlaces([torch.zeros(2, 1024, dtype=torch.int64)], 5, pin=True)
+    places = slab_memory.HostPlaces([torch.zeros(2, 1024, dtype=torch.int64)], 5, pin=True)
     places.pin(5)
     assert places.num_pinned == 3 and "3 of 5 KV blocks" in caplog.text
 

@@ -104,23 +104,30 @@ def test_what_cannot_be_trained_is_told(
 
 
 @pytest.mark.skipif(not FILE.is_file(), reason="stories260K.bin is not on this machine")
-def test_a_model_of_stories_takes_what_its_head_guesses(tmp_path: Path) -> None:
-    """Four in ten first drafts on held-out stories of its own; the same tokens with the head and without."""
+@pytest.mark.parametrize(
+    ("tokens", "steps", "least"),
+    [(6_000, 150, 0.2), pytest.param(24_000, 700, 0.4, marks=pytest.mark.campaign)],
+)
+def test_a_model_of_stories_takes_what_its_head_guesses(
+    tmp_path: Path, tokens: int, steps: int, least: float
+) -> None:
+    """Four in ten first drafts on held-out stories of its own, two after a short training; the same tokens with the
+    head and without."""
     model = write_stories(tmp_path / "model")
-    (tmp_path / "prompts.json").write_text(json.dumps([[START]] * 108))
+    (tmp_path / "prompts.json").write_text(json.dumps([[START]] * (30 + tokens // 300)))
     options = TrainHeadOptions(
         name=str(model),
         out=str(tmp_path / "head"),
         prompts=str(tmp_path / "prompts.json"),
         temperature=1.0,
-        tokens=24_000,
-        steps=700,
+        tokens=tokens,
+        steps=steps,
         depth=2,
         minutes=LONG,
         draft_vocab=0,
     )
     trained = train_head(options, lambda line: None)
-    assert trained.acceptance[0] >= 0.4
+    assert trained.acceptance[0] >= least
     drafts = json.dumps({"method": "eagle", "model": str(trained.path), "num_speculative_tokens": 3})
     stories = []
     for config in ("off", drafts):
@@ -137,7 +144,7 @@ def test_a_model_of_stories_takes_what_its_head_guesses(tmp_path: Path) -> None:
             stories.append([output.outputs[0].token_ids for output in outputs])
     assert stories[0] == stories[1]
     verified, accepted = compared
-    assert verified > 200 and accepted > 0.3 * verified, compared
+    assert verified > 200 and accepted > 0.75 * least * verified, compared
 
 
 def _listen(llm: LLM) -> list[int]:

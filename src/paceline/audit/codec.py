@@ -63,6 +63,7 @@ MAX_COLUMN = 1 << 22  # entries a packed column may have; more is a broken file
 NEVER_SHORTER = 6  # values of a decision: kind, request, reason, value, step, time
 _DECISION_DEFAULTS = [Decision._field_defaults.get(name) for name in Decision._fields]
 NEVER_LOGGED = frozenset({"tokens", "sampling", "texts", "contents", "uses_left"})
+# No rows: every column is empty.
 _ALIGNED = (
     RowJoins,
     RowSpans,
@@ -72,7 +73,7 @@ _ALIGNED = (
     Swaps,
     Moves,
     RowDrops,
-)  # no rows: every column is empty
+)
 _FEW = 24  # entries that are looked at faster one by one
 _ZERO_IF_ABSENT = frozenset({"pad", "model", "adapter", "group"})  # columns left out when all zero
 _RUN = re.compile(r"(-?\d{1,10})(?:(\.\.|x)(-?\d{1,10}))?", flags=re.ASCII)

@@ -259,9 +259,8 @@ class _CommandLine:
     def __init__(self, command: Command) -> None:
         self.help_page = ""  # the flag that asks for one
         self._command = command
-        self._given: list[
-            tuple[CommandOption, str, str | bool]
-        ] = []  # option, how it was named, text or switch
+        # Option, how it was named, text or switch.
+        self._given: list[tuple[CommandOption, str, str | bool]] = []
         self._arguments: list[str] = []
 
     def read(self, words: Sequence[str]) -> None:

@@ -118,9 +118,8 @@ COMPLETION = Command(name="completion", help=HELP, run=_run, takes=(CompletionOp
 def complete(root: CommandGroup, words: Sequence[str]) -> list[str]:
     """The lines that answer a script; the last word is the one to complete."""
     *before, current = words or [""]
-    place = _Cursor.after(
-        root, [word for word in before if word != "="]
-    )  # bash cuts --flag=value at the sign
+    # bash cuts --flag=value at the sign.
+    place = _Cursor.after(root, [word for word in before if word != "="])
     prefix = ""
     if current == "=":
         current = ""

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from paceline.cli.audit import AUDIT
 from paceline.cli.bench.flags import BENCH
 from paceline.cli.chat.run import CHAT
 from paceline.cli.command import CommandGroup, dashed
@@ -19,15 +18,14 @@ from paceline.cli.completion import ASK, COMPLETION, complete
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
 from paceline.cli.keys import KEYS
-from paceline.cli.models import MODELS, WARM
+from paceline.cli.models import MODELS, TRAIN_HEAD, WARM
 from paceline.cli.run import RUN
 from paceline.cli.run_batch.flags import RUN_BATCH
-from paceline.cli.run_logs import EXPLAIN, REPLAY, TRACE
+from paceline.cli.run_logs import AUDIT, EXPLAIN, REPLAY, TRACE
 from paceline.cli.serve.flags import SERVE
 from paceline.cli.sim import SIM
 from paceline.cli.steer import DIAL, POLICY
 from paceline.cli.top.run import TOP
-from paceline.cli.train_head import TRAIN_HEAD
 from paceline.cli.tune import TUNE
 from paceline.cli.usage import USAGE
 from paceline.errors import PacelineError

@@ -1,4 +1,5 @@
-"""`paceline pull | ls | show | rm | warm`: the models on this machine, and the kernels that compute them.
+"""`paceline pull | ls | show | rm | warm | train-head`: the models on this machine, the kernels that
+compute them, and heads that draft for them.
 
 Owns what is asked and printed; finding, fetching and reading models is the checkpoint part's.
 """
@@ -21,6 +22,10 @@ from paceline.errors import InputError
 if TYPE_CHECKING:
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import ModelSpec
+from importlib.util import find_spec
+
+from paceline.config.options import from_values
+from paceline.lab.train.train_options import TrainHeadOptions
 
 DEFAULT = "smollm2"
 
@@ -199,3 +204,31 @@ MODELS = (
     ),
     Command(name="rm", help="Remove a model from the cache.", run=rm, takes=(RemoveOptions, FolderOptions)),
 )
+
+
+TRAIN_HELP = """
+Train a head that makes drafts for a model.
+
+  paceline train-head smollm2 --text texts.json --out head --minutes 20
+  paceline train-head ./my-model --prompts ask.jsonl --out head --kind medusa
+  paceline serve --speculative-config '{"model": "head"}'
+
+It learns from the model's answers to prompts, or from texts as they are, on a GPU where there is one. Every minute it
+writes the head and prints how many of its guesses on held-out texts the model would take, by depth. Run again, it
+goes on where it was stopped.
+"""
+
+
+def train(given: Mapping[str, Any]) -> None:
+    options = from_values(TrainHeadOptions, given)
+    if find_spec("torch") is None:
+        raise InputError("training needs torch, which is not installed: pip install 'paceline[torch]'")
+    from paceline.lab.train.head import train_head
+
+    trained = train_head(options)
+    first = trained.acceptance[0] if trained.acceptance else 0.0
+    print(f"Wrote {trained.path}: {first:.0%} of first drafts are taken on held-out texts")
+    print(f"""paceline serve --speculative-config '{{"model": "{trained.path}"}}' uses it.""")
+
+
+TRAIN_HEAD = Command(name="train-head", help=TRAIN_HELP, run=train, takes=(TrainHeadOptions,))

@@ -16,10 +16,9 @@ import numpy as np
 from paceline.core.dial import DialKind
 from paceline.core.kv_keep import KVKeep
 from paceline.core.pooling import PoolingParams
-from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, named_keys
+from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, TreeLimits, named_keys
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
-from paceline.core.tree_limits import TreeLimits
 
 
 class Input:

@@ -169,7 +169,7 @@ class StepWork:
     swap_blocks: int = 0  # 0 where prefixes move too: copies then run beside steps
 
 
-# Drafts are of so many kinds: the source, how sure it is, and how the row's last draft fared.
+# Kinds of drafts: the source, how sure it is, and how the row's last draft fared.
 DRAFT_KINDS = 32
 LEAST_CHANCE = 0.02  # below which a draft is never made
 

@@ -64,8 +64,9 @@ class Offer(enum.Flag):
     FLAG = enum.auto()  # a flag of `run` and `chat`
     SET = enum.auto()  # `/set` in a chat
     MODEL = enum.auto()  # the files of a model may recommend a value
+    FORK = enum.auto()  # a branch may have another value than its parent
     CHAT = FLAG | SET
-    EVERYWHERE = API | CHAT | MODEL
+    EVERYWHERE = API | CHAT | MODEL | FORK
 
 
 def parameter(
@@ -112,7 +113,12 @@ class SamplingParams:
     """Sampling of one request."""
 
     max_tokens: int = parameter(
-        16, "most tokens of an answer", low=1, high=_LARGEST, offered=Offer.CHAT, is_basic=True
+        16,
+        "most tokens of an answer",
+        low=1,
+        high=_LARGEST,
+        offered=Offer.CHAT | Offer.FORK,
+        is_basic=True,
     )
     min_tokens: int = parameter(0, "tokens before anything may end the answer", low=0, high=_LARGEST)
     n: int = parameter(1, "answers to make; they share the prompt", low=1, high=MAX_BRANCHES)
@@ -158,17 +164,19 @@ class SamplingParams:
         "subtracted from the logits of tokens that the answer has",
         low=-2,
         high=2,
-        offered=Offer.API | Offer.SET,
+        offered=Offer.API | Offer.SET | Offer.FORK,
     )
     frequency_penalty: float = parameter(
         0.0,
         "subtracted from the logit of a token for each time the answer has it",
         low=-2,
         high=2,
-        offered=Offer.API | Offer.SET,
+        offered=Offer.API | Offer.SET | Offer.FORK,
     )
     logit_bias: Mapping[int, float] = parameter(
-        lambda: MappingProxyType({}), "added to the logits of these tokens, -100 to 100"
+        lambda: MappingProxyType({}),
+        "added to the logits of these tokens, -100 to 100",
+        offered=Offer.API | Offer.FORK,
     )
     allowed_token_ids: tuple[int, ...] | None = parameter(None, "no other tokens are produced")
     # Text is turned into token ids before a request is added.
@@ -185,13 +193,18 @@ class SamplingParams:
         "the same seed gives the same answer",
         low=-_LARGEST_SEED - 1,
         high=_LARGEST_SEED,
-        offered=Offer.API | Offer.SET,
+        offered=Offer.API | Offer.SET | Offer.FORK,
     )
     stop: tuple[str, ...] = parameter(
-        (), "text that ends an answer; several are allowed", offered=Offer.API | Offer.CHAT, is_text=True
+        (),
+        "text that ends an answer; several are allowed",
+        offered=Offer.API | Offer.CHAT | Offer.FORK,
+        is_text=True,
     )
-    stop_token_ids: tuple[int, ...] = parameter((), "tokens that end an answer")
-    ignore_eos: bool = parameter(False, "continue after the end of text")
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), "tokens that end an answer", offered=Offer.API | Offer.FORK
+    )
+    ignore_eos: bool = parameter(False, "continue after the end of text", offered=Offer.API | Offer.FORK)
     logprobs: int | None = parameter(
         None,
         "likely tokens to return for each token of the answer; -1: the whole vocabulary",
@@ -233,7 +246,9 @@ class SamplingParams:
     detokenize: bool = parameter(True, "whether outputs have text", offered=Offer.NOWHERE, is_text=True)
     skip_special_tokens: bool = parameter(True, "leave control tokens out of the text", is_text=True)
     spaces_between_special_tokens: bool = parameter(True, "spaces around control tokens", is_text=True)
-    include_stop_str_in_output: bool = parameter(False, "keep the text that ended the answer", is_text=True)
+    include_stop_str_in_output: bool = parameter(
+        False, "keep the text that ended the answer", offered=Offer.API | Offer.FORK, is_text=True
+    )
     output_kind: RequestOutputKind = parameter(  # noqa: RUF009
         RequestOutputKind.CUMULATIVE,
         "what the items of a stream hold; `LLM` returns whole outputs",
@@ -264,14 +279,14 @@ class SamplingParams:
         "end",
         "hold: an answer that would end is kept, to be forked or extended",
         choices=ON_STOP,
-        offered=Offer.SERVER,
+        offered=Offer.SERVER | Offer.FORK,
     )
     hold_s: float = parameter(
         DEFAULT_HOLD_S,
         "how long it is kept before it is pruned",
         low=0.01,
         high=MAX_HOLD_S,
-        offered=Offer.SERVER,
+        offered=Offer.SERVER | Offer.FORK,
     )
 
     def __post_init__(self) -> None:

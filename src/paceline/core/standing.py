@@ -1,7 +1,9 @@
-"""How one of the models of an engine stands: computing, asleep, on its way back, or lost; and what can sleep."""
+"""How one of the models of an engine stands: computing, asleep, on its way back, or lost; what can sleep; and signs of
+life from inside a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -31,3 +33,18 @@ class Sleeper(Protocol):
     def open(self) -> Runner:
         """A runner that holds nothing yet. Any thread may call it. Raises what loading raises."""
         ...
+
+
+class Pulse:
+    """One runner's signs of life. It beats between the parts of a step, from the thread that computes; the owner of the
+    engine decides what to do with it. A part that hangs gives no beat, so that silence still means that nothing moves.
+    `on_beat` must be cheap and must not raise: it is called for every layer of every step."""
+
+    __slots__ = ("on_beat",)
+
+    def __init__(self) -> None:
+        self.on_beat: Callable[[], None] | None = None
+
+    def beat(self) -> None:
+        if self.on_beat is not None:
+            self.on_beat()

@@ -1,6 +1,6 @@
 """Which adapters an engine has: those that requests may name, and those that are only still computed with.
 
-Names are the business of who serves: here an adapter is a number. Folders are read in a thread, not between two steps.
+Names are the business of the server: here an adapter is a number. Folders are read in a thread, not between two steps.
 Which adapters are in memory the scheduler decides (`scheduler.adapters`); its orders are carried out here. One that is
 let go of is refused to new requests at once; its matrices go when the last request that has it has ended and no step
 under way can touch them.

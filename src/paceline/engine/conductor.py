@@ -231,11 +231,6 @@ class Conductor:
         is_lost = seat.failed_wakes >= MOST_FAILED_WAKES
         seat.standing = Standing.FAILED if is_lost else Standing.ASLEEP
 
-    def wake_delay_s(self, model: int) -> float:
-        """What a request for this model waits for it to wake, as far as that is known."""
-        seat = self.seats[model]
-        return 0.0 if seat.standing is Standing.AWAKE else seat.wake_s
-
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

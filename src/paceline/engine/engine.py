@@ -32,11 +32,11 @@ from paceline.core.request import (
     RequestHooks,
     RequestId,
     RequestState,
+    TreeLimits,
     sooner,
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.tree_limits import TreeLimits
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest

@@ -123,7 +123,7 @@ class Guides:
         return _behind(guide, tokens)
 
     def extended(self, request_id: RequestId, guide: Guide, num_tokens: int) -> None:
-        """A request has been extended, and has so many tokens now."""
+        """A request has been extended, and has this many tokens now."""
         self._changed()
         self._guides[request_id], self._ends[request_id] = guide, num_tokens
 

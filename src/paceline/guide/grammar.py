@@ -1,7 +1,7 @@
 """A `Structure` as the text of a grammar that llguidance compiles.
 
 The text is always a JSON list of grammars. The first is the answer as a whole; others have names, and Lark refers to
-them with `@name`. Nothing here compiles, so that the check at the door and the engine write the same text.
+them with `@name`. Nothing here compiles, so that the check before admission and the engine write the same text.
 """
 
 from __future__ import annotations

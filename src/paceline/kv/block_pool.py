@@ -33,7 +33,7 @@ class EvictionOrder(Protocol):
     def entered(
         self, blocks: Sequence[int], names: Sequence[bytes], uses: Sequence[int] | None = None
     ) -> None:
-        """Blocks can be hit from now on, under these names. `uses`: they come from another level, with so many."""
+        """Blocks can be hit from now on, under these names. `uses`: they come from another level, with this many."""
         return None
 
     def uses(self, blocks: Blocks) -> list[int]:

@@ -41,9 +41,8 @@ class LayerGroup:
         self.reserved_for: Blocks = self._columns[4]  # blocks a protected row may still take
         self.dropped: Blocks = self._columns[5]  # null entries that the row has between two live ones
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
-        self.wanted: dict[
-            bytes, int
-        ] = {}  # names of blocks that waiting requests will hit, and how many will
+        # Names of blocks that waiting requests will hit, and how many will.
+        self.wanted: dict[bytes, int] = {}
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""

@@ -79,7 +79,7 @@ class Level:
 
     def restore(self, places: Blocks, keys: Sequence[BlockKey], uses: Sequence[int]) -> None:
         """Places hold what an earlier run has left in them. Without places: what is not known yet takes those that are
-        free, and of what is known the least useful gives way."""
+        free, and of what is known the least useful is evicted."""
         if len(places):
             self.pool.claim(places)
         else:

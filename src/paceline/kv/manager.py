@@ -43,8 +43,8 @@ from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import make_group
-from paceline.kv.held_slabs import HeldSlabs
 from paceline.kv.level import Level, PoolMaker, make_order
+from paceline.kv.slabs import HeldSlabs
 from paceline.kv.swap import Ticket, Tickets
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -114,9 +114,8 @@ class KVManager:
             self.levels.append([Level(count, order=order) for order in orders])
         self.places = self.levels[1]
         self.keeps_below = config.cache_on_host and self.caching  # prefixes that the device evicts
-        self.fetching: dict[
-            bytes, float
-        ] = {}  # names of blocks that come from the disk, and when they should be here
+        # Names of blocks that come from the disk, and when they should be here.
+        self.fetching: dict[bytes, float] = {}
         # Group and block of what can be hit since lately, and how many ever came there; None: they are not written.
         self.fresh: deque[tuple[int, int]] | None = None
         self.num_fresh = 0

@@ -58,9 +58,8 @@ TABLE_FADE = 0.998460830  # of what was counted, in an epoch: a half in 30 minut
 FORGOTTEN = 16_384  # epochs after which nothing of the tables is left
 # Block-seconds that a class is thought to have been like the lowest; the lowest, like the guess.
 PRIOR_BLOCK_S = 3_000.0
-GUESS = tuple(
-    0.02 / (1.0 + start) for start in BINS
-)  # the older, the less likely: least recently freed, to begin with
+# The older, the less likely: least recently freed, to begin with.
+GUESS = tuple(0.02 / (1.0 + start) for start in BINS)
 REMEMBERED_TIMES = 8  # keys of evicted blocks that are remembered, for each block of the pool
 SPARE_ENTRIES = 1024
 WINDOW = 64  # entries of a release that are looked at together
@@ -329,7 +328,7 @@ class ReuseOrder(EvictionOrder):
         self._hand = min(self._hand, self._rank[queue])
 
     def _pick_from(self, queue: deque[Release], most: int) -> list[int]:
-        """At most so many blocks of the oldest release; none where all it has are stale."""
+        """At most this many blocks of the oldest release; none where all it has are stale."""
         release = queue[0]
         entries = release.blocks[release.next : release.next + max(WINDOW, 2 * most)]
         live = np.flatnonzero(self._release_of[entries] == release.number)[:most]

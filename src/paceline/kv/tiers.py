@@ -379,7 +379,7 @@ class Tiers:
         return number, from_disk
 
     def makes_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks will soon be free on the device without evicting any that the host lacks."""
+        """Whether this many blocks will soon be free on the device without evicting any that the host lacks."""
         if self._kv.num_staging:  # copies leave the device as it is
             return False
         device = zip(self._kv.levels[0], self._reserves[0], strict=True)
@@ -396,7 +396,7 @@ class Tiers:
                 host.forget(places)
 
     def fetch_s(self, num_blocks: int) -> float:
-        """Seconds until so many more blocks would have come from the disk."""
+        """Seconds until this many more blocks would have come from the disk."""
         return max(0.0, self._disk_free_s - self._now_s) + num_blocks * self._disk_block_s
 
     def fetch(self, keys: Sequence[BlockKey]) -> int:

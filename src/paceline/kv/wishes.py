@@ -19,7 +19,7 @@ from paceline.kv.manager import KVManager
 
 PATIENCE_US = MICROSECONDS // 10  # of waiting before a request is looked up
 MOST_AT_ONCE = 16  # that are looked up in one step
-KEPT_SHARE = 10  # one part in so many of a pool is kept for a tenant
+KEPT_SHARE = 10  # one part in this many of a pool is kept for a tenant
 LOOK_US = 4 * MICROSECONDS  # between looks for what need not be kept any longer
 
 
@@ -35,9 +35,8 @@ class Wishes:
         self._left: list[list[bytes]] = []
         self._kept: dict[str, dict[bytes, int]] = {}  # by tenant: names of blocks, and until when
         self._looked_us = 0
-        self._left_by: dict[
-            str, dict[bytes, None]
-        ] = {}  # of tenants with a share: what they left, oldest first
+        # Of tenants with a share: what they left, oldest first.
+        self._left_by: dict[str, dict[bytes, None]] = {}
 
     def __len__(self) -> int:
         return len(self._wanted)

@@ -19,10 +19,9 @@ from typing import Any, Self, TypeVar
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.events import StepEvents
-from paceline.core.request import DEFAULT_TENANT, Change, ChangeOutcome
+from paceline.core.request import DEFAULT_TENANT, MAX_TREE_BRANCHES, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import MAX_HOLD_S, RequestOutputKind, SamplingParams
 from paceline.core.service_class import ServiceLevel, class_of
-from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
 from paceline.engine.engine import Engine, apply_change
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest

@@ -52,9 +52,8 @@ class BranchText:
         self._stream: TextStream | None = None
         self._reader: AnswerReader | None = None  # where an answer may be more than text
         self._call: tuple[CallBegin, list[str]] | None = None  # that has begun, and its arguments
-        self.events: list[
-            AnswerEvent
-        ] = []  # what the last `push` or `finish` brought, where there is a reader
+        # What the last `push` or `finish` brought, where there is a reader.
+        self.events: list[AnswerEvent] = []
         if tokenizer is not None and sampling.detokenize:
             shown = frozenset() if form is None else form.shown_ids
             self._stream = TextStream(tokenizer, prompt_ids, sampling, shown)

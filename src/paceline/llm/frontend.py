@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from paceline.core.adapter import NO_ADAPTER
-from paceline.core.request import DEFAULT_TENANT, RequestState
+from paceline.core.request import DEFAULT_TENANT, RequestState, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
 from paceline.guide.check import check

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
 from paceline.core.pooling import CLASSIFY
+from paceline.core.request import MAX_TREE_BRANCHES, TreeLimits
 from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of
-from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.adapters import LoRARequest
 from paceline.llm.arguments import check_call

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from paceline.core.keywords import is_off, not_supported
-from paceline.core.sampling import PARAMETERS, SamplingParams
+from paceline.core.sampling import PARAMETERS, Offer, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.arguments import PROMPT_KEYS
 from paceline.text.answer import AnswerForm
@@ -46,12 +46,6 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-# Parameters in which a branch may differ from its parent.
-FORK_CHANGES = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("logit_bias", "include_stop_str_in_output", "on_stop", "hold_s"),
-)
 MAX_CHARS_PER_TOKEN = 64  # no tokenizer makes fewer tokens of a text: longer ones are refused unread
 
 
@@ -117,14 +111,13 @@ class PromptReader:
     ) -> tuple[SamplingParams, dict[str, Any]]:
         """The sampling of a branch that differs from its parent's, and what an engine has to know of it."""
         for name in changes:
-            if name not in FORK_CHANGES:
+            if name not in PARAMETERS or not PARAMETERS[name].offered & Offer.FORK:
                 raise InvalidRequest(f"{name} of a branch cannot differ from its parent's", param=name)
         if not changes and (sampling.temperature == 0 or sampling.seed is not None):
             return sampling, {}
         given = dict(changes)
-        asked = replace(
-            sampling, **{"min_tokens": 0, **given}
-        )  # the least counts from the request's first token
+        # The least counts from the request's first token.
+        asked = replace(sampling, **{"min_tokens": 0, **given})
         asked.check_vocabulary(self._vocab_size)
         if asked.stop and self._tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")

@@ -19,11 +19,10 @@ from paceline.config.server import ProcessConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
-from paceline.core.request import BranchState, Change, ChangeOutcome
+from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects

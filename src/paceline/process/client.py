@@ -17,11 +17,10 @@ from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, Sl
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import BranchState, Change, ChangeOutcome
+from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.tree_limits import TreeLimits
 from paceline.costs.cost_model import ModelWork
 from paceline.errors import PacelineError
 
@@ -65,9 +64,8 @@ class EngineInfo:
     notices: tuple[str, ...] = ()
     work: ModelWork | None = None  # what a token and a step cost
     learns_step_sizes: bool = False  # the sizes of steps above are those of the start
-    runner: dict[str, str | int] = field(
-        default_factory=dict
-    )  # what computes steps: its name, and more about it
+    # What computes steps: its name, and more about it.
+    runner: dict[str, str | int] = field(default_factory=dict)
     adapters: tuple[AdapterInfo, ...] = ()  # of the start
 
     @property

@@ -150,9 +150,8 @@ class EngineService:
         ]
         self._waking: dict[int, Waking] = {}
         self._leaving: dict[int, Leaving] = {}
-        self._told_later: list[
-            tuple[int, int]
-        ] = []  # model and question of operators who wait for it to leave
+        # Model and question of operators who wait for it to leave.
+        self._told_later: list[tuple[int, int]] = []
         self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
         for model in self._models[1:]:
             model.tells_load = False

@@ -38,11 +38,10 @@ from paceline.config.model_set import ModelShare
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
-from paceline.core.request import BranchState, Change, ChangeOutcome
+from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.core.standing import Standing
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -404,9 +403,8 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
     body: bytes
 
 
-Answer = (
-    Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
-)  # to a question, whose number it bears
+# To a question, whose number it bears.
+Answer = Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
 FromEngine = Loading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,9 +28,8 @@ class StreamBranch:
     time_s: float = 0.0
     ending: Finished | None = None
     is_touched: bool = False
-    sealed: list[BranchUpdate] = field(
-        default_factory=list
-    )  # complete, up to an event that has a place among tokens
+    # Complete, up to an event that has a place among tokens.
+    sealed: list[BranchUpdate] = field(default_factory=list)
 
     def touch(self) -> None:
         """There is an update. Called for the first of them only."""

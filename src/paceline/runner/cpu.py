@@ -34,8 +34,7 @@ from paceline.core.plan import (
     StepResult,
     StepTimes,
 )
-from paceline.core.pulse import Pulse
-from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.core.standing import WEIGHTS_DROPPED, Pulse
 from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
@@ -126,9 +125,8 @@ class CPURunner:
         self._follower = self._drafter if isinstance(self._drafter, FollowingDrafter) else None
         if self._follower is not None:
             self._follower.attach(self._sampler)
-        self._pooler = Pooler(
-            cast(States, compute)
-        )  # which it is where the config says that vectors are made
+        # Which it is where the config says that vectors are made.
+        self._pooler = Pooler(cast(States, compute))
         self._guided: set[int] = set()  # rows whose tokens a guide allows
         self._guides: dict[int, Mapping[int, Guide]] = {}  # of steps under way
         self._broken: set[int] = set()  # rows that could not be set up: they end with their first step

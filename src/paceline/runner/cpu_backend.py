@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.engine import MADE_ON_LOADING, EngineConfig, ModelConfig
 from paceline.config.speculative import DraftConfig
 from paceline.core.pooling import CHOICE, CLASSIFY, CLS, LAST, MEAN
-from paceline.core.pulse import Pulse
+from paceline.core.standing import Pulse
 from paceline.errors import ConfigError
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
 

@@ -40,9 +40,8 @@ from paceline.runner.store_key import read_key
 VERSION = 1
 MAGIC = b"paceline kv\n"
 HEADER = struct.Struct("<12sHHQI")  # magic, version, 0, bytes of a place, checksum of the rest
-RECORD = struct.Struct(
-    "<BxxxIII32s16s16sI"
-)  # filled, place, uses, checksum of the place, key, check, fingerprint, own
+# Filled, place, uses, checksum of the place, key, check, fingerprint, own.
+RECORD = struct.Struct("<BxxxIII32s16s16sI")
 FINGERPRINT_BYTES = 16
 HISTORY = 4  # records for each live one (or place, where few live) after which the index is written anew
 FEW_RECORDS = 1024

@@ -63,7 +63,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None:
-        """The rows `at` have got `count` tokens each, and so many drafts of each were verified; None: none."""
+        """The rows `at` have got `count` tokens each, and this many drafts of each were verified; None: none."""
         ...
 
     def take_tally(self) -> DraftTally | None:
@@ -187,9 +187,8 @@ class History:
     """Texts that have ended well, the newest million tokens of them, and where their threes and sixes stand."""
 
     def __init__(self, size: int = 1 << 20) -> None:
-        self._tokens: NDArray[np.int32] = np.full(
-            size, _NO_TOKEN, np.int32
-        )  # one that is none behind each text
+        # One that is none behind each text.
+        self._tokens: NDArray[np.int32] = np.full(size, _NO_TOKEN, np.int32)
         self._owners: NDArray[np.int64] = np.zeros(size, np.int64)  # the number that each text was added with
         self._end = 0  # of the newest text
         self._slots = size

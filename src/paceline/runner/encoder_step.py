@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.counters import CPUWork
-from paceline.core.pulse import Pulse
+from paceline.core.standing import Pulse
 from paceline.models.encoder import Encoder
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.workers import Workers

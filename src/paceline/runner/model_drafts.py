@@ -29,10 +29,8 @@ from paceline.runner.torch_step import TorchStep
 Index = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-PATIENCE, EVERY = (
-    16,
-    64,
-)  # after so many steps in which no draft was worth its time, it is asked in one of so many
+PATIENCE = 16  # steps in which no draft was worth its time; after them it is asked now and then
+EVERY = 64  # in one step of this many
 MOST_FAILURES = 3  # steps in which it gives no numbers
 
 _logger = logging.getLogger("paceline")
@@ -45,9 +43,8 @@ class ModelDrafter:
         self._step, self._net, self._others = step, net, others
         self._first_layer = step.spec.num_layers
         self._state = torch.zeros(num_rows, net.state_size)
-        self._state_behind: Index = np.full(
-            num_rows, NO_STATE
-        )  # position of the token that the state comes from
+        # Position of the token that the state comes from.
+        self._state_behind: Index = np.full(num_rows, NO_STATE)
         self._trust: NDArray[np.float64] = np.zeros(DRAFT_KINDS)
         self._guesses: dict[int, list[tuple[int, int]]] = {}  # token and kind, by row, in the last step
         self._taken: set[int] = set()  # rows whose drafts are of these

@@ -227,7 +227,7 @@ def _is_refused(error: Exception) -> bool:
 @contextmanager
 def _as_os_errors(*, while_opening: bool = False) -> Iterator[None]:
     """Errors of redis-py, and whatever answers that make no sense lead to, as those of the seam. What is refused at the
-    start will not change by itself."""
+    start stays refused."""
     try:
         yield
     except Exception as error:

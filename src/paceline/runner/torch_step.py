@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.config.engine import KVConfig, ModelConfig
 from paceline.core.counters import CPUWork
-from paceline.core.pulse import Pulse
+from paceline.core.standing import Pulse
 from paceline.models.adapters import AdapterTables
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import DraftNet

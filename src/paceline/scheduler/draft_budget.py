@@ -115,7 +115,7 @@ class DraftBudget:
         return self._told
 
     def learn(self, work: StepWork, result: StepResult, room: int = 0) -> None:
-        """A step has run, with room for so many drafts; here, those that were made count."""
+        """A step has run, with room for this many drafts; here, those that were made count."""
         verified = int(total(result.verified)) if len(result.verified) else 0
         times = result.times
         if verified:

@@ -117,7 +117,7 @@ def move_slab(state: SchedulerState, slab: int, *, gained: bool) -> bool:
 
 
 def _is_room_beside_reserved(state: SchedulerState, lost: int) -> bool:
-    """Whether every other row can still come to its end, one after the other, with so many blocks less."""
+    """Whether every other row can still come to its end, one after the other, with `lost` blocks less."""
     if not state.rows.num_reserved:
         return True
     taken = reserved_full(state)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.events import Forecast, Rule
-from paceline.core.request import NO_ROW, BlockReason, Request, RequestState
-from paceline.core.tree_limits import RequestTree, TreeLimits
+from paceline.core.request import NO_ROW, BlockReason, Request, RequestState, RequestTree, TreeLimits
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,

@@ -72,7 +72,7 @@ class SizedBudget(DraftBudget):
         return found
 
     def _right(self, drafts: float) -> tuple[float, float]:
-        """Of so many drafts of a row those that are right, and the chance of the last."""
+        """Of this many drafts of a row those that are right, and the chance of the last."""
         number, right, chance = self._curve
         at = bisect_left(number, drafts)
         if at == len(number):

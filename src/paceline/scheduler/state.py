@@ -41,9 +41,10 @@ from paceline.core.request import (
     RequestHooks,
     RequestId,
     RequestState,
+    RequestTree,
+    TreeLimits,
     account_of,
 )
-from paceline.core.tree_limits import RequestTree, TreeLimits
 from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
@@ -51,11 +52,10 @@ from paceline.policy import Policy, RequestView
 from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.modes import Mode
-from paceline.scheduler.output_stats import OutputStats
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.step_sizes import StepSizes
-from paceline.scheduler.tenants import TenantAccounting
+from paceline.scheduler.tenants import OutputStats, TenantAccounting
 from paceline.scheduler.view_columns import row_view
 from paceline.scheduler.waiting_queue import WaitingQueue, first
 
@@ -90,11 +90,12 @@ def note_kind(request: Request) -> None:
 SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # tenants remembered after their last request
 
+# See core.fast.
 _FINISH, _PREEMPT, _FINISHED = (
     DecisionKind.FINISH,
     DecisionKind.PREEMPT,
     RequestState.FINISHED,
-)  # see core.fast
+)
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)

@@ -21,9 +21,8 @@ class AnswerForm:
     reasoning: ReasoningFormat | None = None
     is_open: bool = False  # the prompt has begun the reasoning
     hides_reasoning: bool = False
-    shown_ids: frozenset[int] = (
-        frozenset()
-    )  # control tokens that stay in the text, because they mark these parts
+    # Control tokens that stay in the text, because they mark these parts.
+    shown_ids: frozenset[int] = frozenset()
 
 
 class AnswerReader:

@@ -130,9 +130,8 @@ def test_d5_d6_a_client_that_hardly_reads_is_bounded_and_cut(
         while gauge(server, "connections_stalled_total") == stalled:
             if bytes_at_a_time:
                 client.recv(bytes_at_a_time)
-            assert without_fractions(server.sing()) == without_fractions(
-                server.canary
-            )  # others do not notice
+            # Others do not notice.
+            assert without_fractions(server.sing()) == without_fractions(server.canary)
         assert memory_of(server.process.pid) - before < 16 << 20
         server.wait_until(server.is_idle, SOON_S)
 

@@ -157,9 +157,8 @@ def test_e4_a_step_that_fails_once_fails_no_request(
 def test_e4_a_plan_that_fails_is_reported_to_every_request(
     server: LiveServer, expected: list[Any], hook: str
 ) -> None:
-    errors = strike(
-        server, expected, hook, 1, 1
-    )  # how often blocks are given to many depends on which request came when
+    # How often blocks are given to many depends on which request came when.
+    errors = strike(server, expected, hook, 1, 1)
     # A request a moment later finds the next engine loading.
     assert {error["code"] for error in errors} <= {"engine_unavailable", "internal_error", "starting"}
 

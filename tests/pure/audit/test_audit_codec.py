@@ -55,8 +55,7 @@ from paceline.core.inputs import (
     Withheld,
 )
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
-from paceline.core.request import BlockReason, RequestId
-from paceline.core.tree_limits import TreeLimits
+from paceline.core.request import BlockReason, RequestId, TreeLimits
 
 KEYS = (bytes(range(4)), b"\xff\x00")
 ADD = AddRequest(id=RequestId(1), num_prompt=9, max_tokens=11, arrival_s=0.25, keys=KEYS, num_tokens=9)

@@ -149,9 +149,8 @@ def test_capacity_has_rows_for_every_step_under_way(mode: str, depth: int) -> No
     )
     capacity = Capacity.of(config)
     assert capacity.num_rows == 10 * (depth + 1)
-    longest = (
-        100 if mode == "continuous" else 200
-    )  # padded to another's prompt, then as long as another's output
+    # Padded to another's prompt, then as long as another's output.
+    longest = 100 if mode == "continuous" else 200
     assert capacity.max_blocks_per_row * 16 >= longest + 1
 
 

@@ -192,9 +192,8 @@ class Bench:
         self.finished: dict[int, Finished] = {}
         self.cut: set[int] = set()  # ended by a stop found outside
         self.held: dict[int, Held] = {}
-        self.before: dict[
-            int, int
-        ] = {}  # output tokens that count as prompt: something was put in behind them
+        # Output tokens that count as prompt: something was put in behind them.
+        self.before: dict[int, int] = {}
         self.reads = HeldReads()
         self.watch = Watch()
         self.seen = self.watch.seen

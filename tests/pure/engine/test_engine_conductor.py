@@ -77,11 +77,11 @@ def test_an_idle_model_sleeps_and_a_request_wakes_it() -> None:
     assert conductor.orders(9.0, [False, True, True]) == [], "it sleeps already"
     assert conductor.orders(9.5, [True, False, False]) == [SleepOrder(0, 0)]
     conductor.waking(0)
-    assert conductor.orders(9.6, [True, False, False]) == [] and conductor.wake_delay_s(0) == 0.0
+    assert conductor.orders(9.6, [True, False, False]) == []
     conductor.woke(0, 10.0, 0.5)
     assert conductor.seats[0].standing is Standing.AWAKE and conductor.orders(14.9, [False] * 3) == []
     conductor.slept(0, WEIGHTS_DROPPED)
-    assert conductor.wake_delay_s(0) == 0.5, "as long as the last time"
+    assert conductor.seats[0].wake_s == 0.5, "as long as the last time"
 
 
 def test_two_wakes_that_fail_are_the_last_until_an_operator_asks() -> None:

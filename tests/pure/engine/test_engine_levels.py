@@ -229,9 +229,8 @@ def test_it_waits_no_longer_than_computing_takes_and_what_comes_late_is_cached()
 
 @pytest.mark.parametrize(("step_s", "waits"), [(0.15, True), (0.17, False)])
 def test_it_does_not_wait_for_what_should_be_later_than_computing(step_s: float, waits: bool) -> None:
-    bench = on_disk(
-        step_s=step_s
-    )  # computing takes 160 ms; a load may take 1.25 times that, once it is on the host
+    # Computing takes 160 ms; a load may take 1.25 times that, once it is on the host.
+    bench = on_disk(step_s=step_s)
     bench.clock.advance(1.0)  # the disk has written all
     again = bench.add(prompt(17), 2)
     bench.run()

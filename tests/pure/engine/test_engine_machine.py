@@ -36,9 +36,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     if window is not None:
         # What a request needs at a budget of 16, and the null block; at a budget of 64 long ones are refused.
         least = -(-(window + 16) // block_size) + 3
-        more = (
-            draw(st.sampled_from((0, 3, 60))) if mode == "continuous" else 60
-        )  # a padded batch needs it all
+        # A padded batch needs it all.
+        more = draw(st.sampled_from((0, 3, 60))) if mode == "continuous" else 60
         groups += (GroupSpec(window=window, num_blocks=least + more),)
     return {
         "depth": draw(st.sampled_from((0, 1, 1, 2, 4))),

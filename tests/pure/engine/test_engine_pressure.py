@@ -119,10 +119,11 @@ def test_a_reserved_row_finds_its_block_in_every_group() -> None:
 
 
 def test_a_cached_beginning_does_not_keep_a_request_out() -> None:
+    # 3 + 16 tokens and two blocks, and the null block.
     groups = (
         GroupSpec(),
         GroupSpec(window=3, num_blocks=22),
-    )  # 3 + 16 tokens and two blocks, and the null block
+    )
     config = engine_config(
         block_size=1, num_blocks=41, groups=groups, max_num_batched_tokens=16, max_model_len=40
     )

@@ -17,9 +17,8 @@ from paceline.config.engine import ModelConfig
 from paceline.config.model_set import ModelShare
 from paceline.core.counters import CPUWork
 from paceline.core.plan import Runner
-from paceline.core.pulse import Pulse
 from paceline.core.sampling import SamplingParams
-from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT, Standing
+from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT, Pulse, Standing
 from paceline.engine.adapters import Adapters
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.engine.slab_trade import broken_slabs

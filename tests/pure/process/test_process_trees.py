@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.events import Held, StepEvents, TokenEvents
-from paceline.core.request import ChangeOutcome, FinishReason, RequestId
-from paceline.core.tree_limits import TreeLimits
+from paceline.core.request import ChangeOutcome, FinishReason, RequestId, TreeLimits
 from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownRequest
 from paceline.process import frames
 from paceline.process.client import BranchUpdate

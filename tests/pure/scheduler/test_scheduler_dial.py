@@ -308,9 +308,8 @@ def test_rows_and_tokens_of_steps_follow_the_dial() -> None:
         bench.add(prompt(20, number), max_tokens=8)
     bench.step()
     assert bench.scheduler.state.rows.num_live == 1  # one of eight
-    assert (
-        sum(bench.seen[-1].spans.values()) == 8
-    )  # a sixteenth of 32 would be 2, which takes hardly less time
+    # A sixteenth of 32 would be 2, which takes hardly less time.
+    assert sum(bench.seen[-1].spans.values()) == 8
     bench.scheduler.set_dial(DialSetting(kind=DialKind.POSITION, value=1.0))
     bench.step()
     assert sum(bench.seen[-1].spans.values()) >= 30

@@ -17,8 +17,8 @@ from paceline.costs.step_speed import FEWEST
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload.workload import Workload
 from paceline.scheduler.forecast import StepProjection
-from paceline.scheduler.output_stats import MOST_TENANTS, OutputStats
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tenants import MOST_TENANTS, OutputStats
 from tests.pure.lab.sim.sim_helpers import make_workload
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.events import DecisionKind, Rule
-from paceline.core.request import FinishReason, RequestId, RequestState
-from paceline.core.tree_limits import TreeLimits
+from paceline.core.request import FinishReason, RequestId, RequestState, TreeLimits
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits, TreeFull, UnknownRequest
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 from tests.reference_output import reference_output

@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
+from paceline.core.request import TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import NeverFits
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults

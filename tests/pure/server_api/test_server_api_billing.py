@@ -82,9 +82,8 @@ def test_every_route_writes_its_receipt_into_the_ledger(
         usage = last.get("usage") or last["response"]["usage"]
     told = usage["paceline"]
     prompt = len(api.client.submitted[0]["tokens"])
-    assert (
-        told["price"]["total_nano_units"] == prompt * 250 + 3 * 2500
-    )  # a quarter of the prices: no other request is here
+    # A quarter of the prices: no other request is here.
+    assert told["price"]["total_nano_units"] == prompt * 250 + 3 * 2500
     assert (told["service_class"], told["queue_ms"], told["price"]["load"]) == ("spot", 250.0, 0.0)
     expected = ("payer", "spot", route, "complete", 3, told["price"]["total_nano_units"])
     assert entries(path) == [expected]

@@ -66,9 +66,8 @@ def test_a_mistake_is_named(tmp_path: Path, line: Any, code: str, param: str | N
 def test_good_lines_are_found_again(tmp_path: Path) -> None:
     names = ["a", "ü" * 512, "c"]
     data = jsonl(*(request(name, seed=number) for number, name in enumerate(names)))
-    data = (
-        b"\r\n  \n" + data.replace(b"\n", b"\r\n").rstrip()
-    )  # blank lines, line ends of all kinds, none at the end
+    # Blank lines, line ends of all kinds, none at the end.
+    data = b"\r\n  \n" + data.replace(b"\n", b"\r\n").rstrip()
     lines, findings = check(tmp_path / "in", data)
     assert findings.errors == [] and findings.total == 3
     assert [(line.number, line.custom_id) for line in lines] == list(zip((3, 4, 5), names, strict=True))

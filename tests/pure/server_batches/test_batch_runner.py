@@ -247,10 +247,11 @@ def test_a_key_that_is_revoked_in_the_middle_leaves_its_turns_to_others(tmp_path
         batch_id = await world.begin(*(request(f"r{i}") for i in range(50)))
         await until(lambda: len(client.streams) >= 4)
         caller = world.callers.pop(TENANT)
+        # A line that is on its way to the engine is not held.
         client.script, client.is_held = (
             says("ok"),
             False,
-        )  # a line that is on its way to the engine is not held
+        )
         for stream in client.streams:
             assert isinstance(stream, HeldStream)
             stream.end.set()

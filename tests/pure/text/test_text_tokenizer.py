@@ -49,10 +49,11 @@ def test_a_gguf_file_gives_the_ids_of_the_folder(kind: str, text: str) -> None:
 @given(text=hostile_texts)
 def test_text_from_outside_never_becomes_a_control_token(kind: str, text: str) -> None:
     made = tokenizer(kind)
+    # What unknown text becomes.
     allowed = {
         made.control_tokens.get("[UNK]"),
         made.control_tokens.get("<unk>"),
-    }  # what unknown text becomes
+    }
     ids = made.encode(text, add_special_tokens=False)
     assert not set(ids) & (set(made.control_tokens.values()) - allowed)
 

@@ -187,7 +187,7 @@ class OracleSide:
         self.tokens: list[list[int]] = []
 
     def answer(self, rows: int, told: Sequence[Sequence[int]] | None) -> float:
-        """Tokens per second while so many requests decode, each with the answer it is going to give, where that is
+        """Tokens per second while this many requests decode, each with the answer it is going to give, where that is
         known: from the first token of the last one on, until the first one ends."""
         engine, begun, counted, begun_s, ended_s = self.llm.loaded.engine, 0, 0, 0.0, 0.0
         for row in range(rows):

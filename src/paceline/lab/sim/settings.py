@@ -86,9 +86,8 @@ class SimConfig:
     adapter_read_s: float = 0.05  # until the folder of one is in memory
     seed: int = 0
     check: bool = False  # check every invariant after every half of a step
-    models: tuple[
-        tuple[str, float], ...
-    ] = ()  # names and shares of models on one device; else there is one model
+    # Names and shares of models on one device; else there is one model.
+    models: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.models and len(self.models) != self.num_replicas:

@@ -22,7 +22,7 @@ from paceline.models.decoder import Attend, Decoder
 PIECE = 512  # most tokens of a text that are computed together
 LARGEST = 65504.0  # that a half holds
 LEAST_PIECE = 8
-HELD_OUT = 16  # one piece of so many is not learned from
+HELD_OUT = 16  # one piece of this many is not learned from
 ABOUT, TOKENS, ENDS, LIKELIEST, STATES = (
     "corpus.json",
     "tokens.npy",

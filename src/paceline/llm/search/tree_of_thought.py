@@ -121,7 +121,7 @@ class TreeOfThought(Search):
 
 
 def _is_complete(branch: AsyncBranch, step_end: str) -> bool:
-    """It ended by itself, not at the end of a step or because a step was too long."""
+    """It reached its end, not at the end of a step or because a step was too long."""
     return branch.held == "stop" and branch.output.stop_reason != step_end
 
 
@@ -233,8 +233,8 @@ class Beam(Search):
 async def _all_reach(
     length: int, beams: dict[AsyncBranch, float], spent: set[AsyncBranch], tree: AsyncTree
 ) -> None:
-    """Wait until all beams have so many tokens; those that have failed before are left out. What they were made of ends
-    behind the next step: by then they share it, or wait for its row."""
+    """Wait until all beams have this many tokens; those that have failed before are left out. What they were made of
+    ends behind the next step: by then they share it, or wait for its row."""
     await tree.backend.settled()
     while late := [branch for branch in beams if len(branch.token_ids) < length]:
         for branch in late:

@@ -44,21 +44,21 @@ from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.device_draft_model import DraftParts, further_layers
-from paceline.runner.gpu.device_layers import fold_kv_scales
+from paceline.runner.gpu.device_layers import (
+    GroupedLinear,
+    ScaledLinear,
+    fits_eight_bits,
+    fits_four_bits,
+    fold_kv_scales,
+    packed,
+    packed_of,
+    quantized,
+)
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes, part_shape
-from paceline.runner.gpu.linears import (
-    GroupedLinear,
-    ScaledLinear,
-    fits_eight_bits,
-    fits_four_bits,
-    packed,
-    packed_of,
-    quantized,
-)
 from paceline.runner.gpu.slab_memory import Home, SlabMemory, choose_slab_bytes
 from paceline.runner.sizing import free_memory
 

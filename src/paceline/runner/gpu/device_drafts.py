@@ -278,7 +278,7 @@ class DeviceDrafts:
 
 
 def queries_of(width: int) -> int:
-    """Queries of a row that attention is launched for, where it has so many drafts: a power of two."""
+    """Queries of a row that attention is launched for, where it has this many drafts: a power of two."""
     return 1 << width.bit_length()
 
 
@@ -338,7 +338,7 @@ class ForcedTokens:
             self._memory.put("certain_count", np.array(told), np.zeros(len(told), np.int32))
 
     def took(self, rows: NDArray[np.int32], count: NDArray[np.int32]) -> None:
-        """A result is there: these rows have got so many tokens."""
+        """A result is there: these rows have got this many tokens."""
         self._known[rows] += count
 
     # -- what is certain -------------------------------------------------------------------------------------

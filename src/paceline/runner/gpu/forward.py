@@ -20,7 +20,14 @@ from paceline.models.rope import inverse_frequencies
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import LayerAdapters, StepAdapters
 from paceline.runner.gpu.device_attention import DeviceAttention, StepPlans
-from paceline.runner.gpu.device_layers import DeviceExperts, DeviceLayer, device_layer
+from paceline.runner.gpu.device_layers import (
+    DeviceExperts,
+    DeviceLayer,
+    DeviceLinear,
+    GroupedLinear,
+    ScaledLinear,
+    device_layer,
+)
 from paceline.runner.gpu.kernels.expert_product import (
     ExpertBuffers,
     allocate_expert_buffers,
@@ -59,7 +66,6 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.linears import DeviceLinear, GroupedLinear, ScaledLinear
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 _WIDE = 4096  # hidden entries
@@ -190,9 +196,8 @@ class DeviceDecoder:
         ]
         if count == 1 and self._joins_norms and adapters is None:
             return self._forward_one(attention, step, places)
-        norms_overlap = overlapped or (
-            adapters is not None and adapters.overlapped
-        )  # kernels of adapters are beside
+        # Kernels of adapters are beside.
+        norms_overlap = overlapped or (adapters is not None and adapters.overlapped)
         update: Tensor | None = None
         for index, layer in enumerate(self._layers):
             of_layer = None if adapters is None else adapters.of_layer(index)

@@ -22,9 +22,8 @@ from paceline.config.engine import KVConfig
 from paceline.core.plan import EMPTY, BlockCopies, StepPlan, Swaps
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
-from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.kernels import BLOCK_SIZE, PagedKV
-from paceline.runner.gpu.slab_memory import PartShape, SlabMemory
+from paceline.runner.gpu.slab_memory import HostPlaces, PartShape, SlabMemory
 
 
 def device_block_bytes(spec: ModelSpec, dtype: torch.dtype, further: Sequence[FurtherLayer] = ()) -> int:

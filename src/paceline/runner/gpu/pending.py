@@ -26,7 +26,7 @@ from paceline.runner.gpu.device_drafts import REPORT_COLUMNS, TALLY_WORDS
 from paceline.runner.gpu.device_queue import Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
-from paceline.runner.gpu.logprob_reports import AskedLogprobs
+from paceline.runner.gpu.token_sampling import AskedLogprobs
 
 I32 = NDArray[np.int32]
 # By what kernels report; what rows with unusable numbers have does not matter.
@@ -40,9 +40,8 @@ class GPUPending:
     seq: int
     batch: DeviceBatch
     ring: NDArray[np.int32]
-    swapped: Callable[
-        [], tuple[I32, I32]
-    ]  # when the step is done: tickets of swaps that are done, or failed, too
+    # When the step is done: tickets of swaps that are done, or failed, too.
+    swapped: Callable[[], tuple[I32, I32]]
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens

@@ -51,16 +51,14 @@ from paceline.runner.gpu.graphs import (
     mixed_keys,
     slot_bucket,
 )
-from paceline.runner.gpu.host_memory import HostPlaces
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
 from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
-from paceline.runner.gpu.logprob_reports import AskedLogprobs, reports_of_prompts
 from paceline.runner.gpu.pending import DraftedPending, GPUPending
-from paceline.runner.gpu.slab_memory import SlabMemory
-from paceline.runner.gpu.token_sampling import DeviceSampler
+from paceline.runner.gpu.slab_memory import HostPlaces, SlabMemory
+from paceline.runner.gpu.token_sampling import AskedLogprobs, DeviceSampler, reports_of_prompts
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)

@@ -31,7 +31,7 @@ CHECKS = ("allow", "check", "pause")  # what the checking form has beside them
 def import_kernels(isa: Isa) -> None:
     """Import numba, which is done here and nowhere else, and the kernels."""
     os.environ |= {"PACELINE_KERNEL_ISA": isa.name, "NUMBA_OPT": "0"}
-    # While it looks for types, numba makes thousands of errors that nobody reads: without colours.
+    # While it looks for types, numba makes thousands of errors that are caught again: without colours.
     os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
     from numba.core import cgutils, codegen, cpu, types
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import EngineConfig
 from paceline.core.counters import CPUWork
-from paceline.core.pulse import Pulse
+from paceline.core.standing import Pulse
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
 from paceline.runner.native.adapters import NativeAdapters
@@ -19,13 +22,13 @@ from paceline.runner.native.code import Code
 from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.kv_pool import KVPool
 from paceline.runner.native.model import NativeModel
-from paceline.runner.native.phase_beats import LOOK_S, PhaseBeats
 from paceline.runner.native.step_memory import StepMemory
 from paceline.runner.native.team import Team
 from paceline.runner.sampling.sampler import Settled, Wanted
 
 Index = NDArray[np.int64]
-# Phases are timed in one step of so many: the clocks take half a percent of a small one. Not a power of two, so that
+LOOK_S = 0.5  # between two looks at the phase of a step
+# Phases are timed in one step of this many: the clocks take half a percent of a small one. Not a power of two, so that
 # requests of equal lengths do not put every prompt into a timed step.
 TIMED_EVERY = 7
 
@@ -170,3 +173,50 @@ def _check_below(values: Index, bound: int, name: str) -> int:
         wrong = values[(values < 0) | (values >= bound)][0]
         raise BadPlan(f"a plan names {name} {wrong}, and there are {bound}")
     return highest
+
+
+class PhaseBeats:
+    """Beats from inside a native step; entered around the call that computes it.
+
+    A step is one call, and the thread that makes it cannot beat meanwhile. A second thread looks at the counter of
+    phases now and then, and beats for it as long as the counter moves: a step that hangs gives no beat. Does nothing as
+    long as nothing listens to the pulse.
+    """
+
+    def __init__(self, pulse: Pulse, phase: Callable[[], int], look_s: float = LOOK_S) -> None:
+        self._pulse = pulse
+        self._phase = phase
+        self._look_s = look_s
+        # Held while it beats: `on_beat` is never called from two threads at once.
+        self._lock = threading.Lock()
+        self._in_step = False
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._thread is None and self._pulse.on_beat is not None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._watch, name="step-pulse", daemon=True)
+            self._thread.start()
+        self._in_step = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._in_step = False
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        last = self._phase()
+        while not self._closed.wait(self._look_s):
+            phase = self._phase()
+            if phase == last:
+                continue
+            last = phase
+            with self._lock:
+                if self._in_step:
+                    self._pulse.beat()

@@ -83,7 +83,7 @@ class StepMemory:
         p.point("layers", layers)
 
     def grow(self, tokens: int, sampled: int) -> None:
-        """Room for so many tokens and sampled rows."""
+        """Room for this many tokens and sampled rows."""
         if tokens > self._tokens:
             self._tokens = -(-tokens // TILE) * TILE
             self._make_rows(self._tokens)

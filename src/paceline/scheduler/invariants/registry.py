@@ -44,10 +44,11 @@ class CheckContext:
         # Time and place in the order of arrival every live request had when it was first seen.
         self.arrived: dict[RequestId, tuple[float, int]] = {}
         self.displaced: dict[RequestId, int] = {}  # how far those were that gave their places
+        # Blocks written to the disk by all plans, and when the first was made.
         self.stored, self.since_s = (
             0,
             0.0,
-        )  # blocks written to the disk by all plans, and when the first was made
+        )
         self.backlog: dict[int, float] = {}  # counters of the tenants that waited at the last look
 
     @cached_property

@@ -305,9 +305,8 @@ class Composer:
                 return
             computes = state.prefilling.get(draft.passed.get(request.id, NO_REQUEST))
             if computes is not None and computes.row in behind and computes.row not in draft.spans:
-                self._span(
-                    draft, computes.row, min(draft.left, cap)
-                )  # what it waits for is as urgent as it is
+                # What it waits for is as urgent as it is.
+                self._span(draft, computes.row, min(draft.left, cap))
 
     def _cap(self, draft: StepDraft, num_prompts: int) -> int:
         """Most tokens one prompt may take while others could use them."""

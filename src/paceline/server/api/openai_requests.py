@@ -12,8 +12,8 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.adapter import AdapterInfo
+from paceline.core.request import TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
@@ -57,9 +57,8 @@ class ParsedBody:
     sampling: SamplingParams
     messages: Sequence[Any] | None = None
     prompts: tuple[str | list[int], ...] = ()
-    template: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # how it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them
+    # How it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them.
+    template: Mapping[str, Any] = field(default_factory=dict)
     echoes_prompt: bool = False  # a completion begins with its prompt
     only_echoes: bool = False  # and ends there too (max_tokens 0)
     is_stream: bool = False  # the answer is sent as it is made

@@ -200,9 +200,8 @@ class LogprobLists:
         offsets: list[int] = []
         for token, found in zip(tokens, known, strict=False):
             texts.append(self._tokenizer.token_text(token))
-            values.append(
-                finite(found[token].logprob) if found else None
-            )  # of what was put in, nothing is known
+            # Of what was put in, nothing is known.
+            values.append(finite(found[token].logprob) if found else None)
             tops.append(self._tops(found) if found else None)
             offsets.append(self._at)
             self._at += len(texts[-1])

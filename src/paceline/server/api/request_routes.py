@@ -10,7 +10,6 @@ import msgspec
 
 from paceline.core.sampling import Offer, offered
 from paceline.errors import InvalidRequest
-from paceline.llm.prompts import FORK_CHANGES
 from paceline.server.api.fields import (
     FLAG,
     Field,
@@ -142,7 +141,7 @@ FORK, EXTEND = "/v1/requests/{id}/fork", "/v1/requests/{id}/extend"
 PRUNE, TREE = "/v1/requests/{id}/prune", "/v1/requests/{id}/tree"
 INSERTED = shaped((str, list), "a text or a list of token ids", {"anyOf": [{"type": "string"}, TOKEN_IDS]})
 # Over HTTP, a branch may differ in what is one value, and in its stop strings.
-CHANGES = tuple(name for name in FORK_CHANGES if name not in ("logit_bias", "stop_token_ids"))
+CHANGES = {spec.name for spec in offered(Offer.FORK)} - {"logit_bias", "stop_token_ids"}
 
 
 def _fork_table(service: Service) -> FieldTable:

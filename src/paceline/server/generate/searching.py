@@ -14,10 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.core.request import Change, Cost, FinishReason
+from paceline.core.request import Change, Cost, FinishReason, TreeLimits
 from paceline.core.sampling import MAX_HOLD_S
 from paceline.core.service_class import ServiceLevel
-from paceline.core.tree_limits import TreeLimits
 from paceline.errors import PacelineError
 from paceline.llm.branch_text import PRUNED, BranchText
 from paceline.llm.outputs import CompletionOutput, RequestOutput

@@ -105,9 +105,8 @@ def test_the_comparison_of_a_simulated_log_with_itself_is_exact(
     assert recorded.num_left_out == 0
     for name in ("first_token_s", "finished_s", "prompt_len", "output_len", "step_padded", "step_rows"):
         seen, was = getattr(recorded.record, name), getattr(made, name)
-        shift = (
-            made.arrival_s[0] if name.endswith("_s") else 0
-        )  # a recorded run begins with its first arrival
+        # A recorded run begins with its first arrival.
+        shift = made.arrival_s[0] if name.endswith("_s") else 0
         np.testing.assert_allclose(seen, was - shift, rtol=0, atol=1e-9)
     same = compare(recorded.record, recorded.workload, replace(given, engine=recorded.config))
     assert [each.error for each in same] == pytest.approx([0.0] * 10, abs=1e-9)

@@ -105,9 +105,8 @@ def test_the_budget_and_the_floor_hold() -> None:
     runner, plan = drafting("1", draft_width=0, draft_tokens=0)
     result = runner.submit(plan).wait()
     assert not len(result.verified) and result.count.tolist() == [1] * 4
-    assert (
-        result.drafts is not None and result.drafts.equal[0] == 4
-    )  # the first of each is compared all the same
+    # The first of each is compared all the same.
+    assert result.drafts is not None and result.drafts.equal[0] == 4
 
 
 def test_a_step_of_a_gpu_takes_as_long_as_its_size() -> None:

@@ -220,9 +220,8 @@ def test_the_heaviest_clients_stay_heavy_in_every_seed() -> None:
 def test_clients_come_and_go() -> None:
     workload = generated("multi-tenant", 0)
     phase = np.mod(workload.arrival_s, 600.0)
-    assert (
-        phase[workload.tenant == 10].min() >= 205.0
-    )  # the second heaviest arrives after a third of the time
+    # The second heaviest arrives after a third of the time.
+    assert phase[workload.tenant == 10].min() >= 205.0
     assert phase[workload.tenant == 19].max() < 150.0
     twice = load_workload("multi-tenant", num_requests=3_000)
     late = twice.arrival_s > 600.0

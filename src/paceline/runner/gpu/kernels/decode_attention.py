@@ -93,7 +93,7 @@ def plan_decode(
 ) -> None:
     """Fills the plan for `slot_rows` [num_slots] with the `lengths` of their rows, both int32.
 
-    `shared` int32 [rows]: so many tokens at the beginning of each row, whole blocks, are computed elsewhere.
+    `shared` int32 [rows]: this many tokens at the beginning of each row, whole blocks, are computed elsewhere.
     """
     _plan_kernel[(1,)](
         plan.items,

@@ -162,7 +162,7 @@ def fitting_tile(columns: int) -> int:
 
 
 def fitting_parts(most: int, inner: int, step: int) -> int:
-    """Into how many parts of whole steps the inner dimension goes, at most so many."""
+    """Into how many parts of whole steps the inner dimension goes, at most `most`."""
     return next((parts for parts in (most, 2) if parts <= most and inner % (step * parts) == 0), 1)
 
 
