@@ -1,4 +1,4 @@
-"""E1-E3, E5-E10, G1, G2: an engine that fails, computes nonsense, dies, hangs or babbles, seen by clients of a live server."""
+"""E1-E3, E5-E10, G1, G2: an engine that fails, computes nonsense, dies, hangs or babbles, as clients see it."""
 
 from __future__ import annotations
 
