@@ -8,7 +8,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paceline.core.sampling import SamplingParams
-from paceline.runner.sampling.processors import LogitRules, Penalties, floors
+from paceline.runner.sampling.processors import LogitRules, Penalties, floors, keep_allowed
 from tests.torch.sampler_helpers import i32, random_logits, sample_one
 
 VOCAB = 500
@@ -50,6 +50,20 @@ def test_allowed_token_ids(logits: torch.Tensor) -> None:
     banned = [token for token in range(VOCAB) if token not in allowed]
     expected = theirs(hf.SuppressTokensLogitsProcessor(banned), logits)
     assert torch.equal(ruled(logits, allowed_token_ids=allowed), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("words", [VOCAB // 32, VOCAB // 32 + 1, VOCAB // 32 + 3])
+def test_tokens_that_are_not_in_a_mask_or_behind_its_end_are_out(
+    logits: torch.Tensor, words: int, share: float
+) -> None:
+    allowed = np.random.default_rng(3).random(words * 32) < share
+    found = logits.numpy().copy()
+    found[:3] = np.inf, -np.inf, -0.0
+    expected = found.copy()
+    keep_allowed(found, np.packbits(allowed, bitorder="little").view(np.uint32))
+    expected[np.flatnonzero(~np.pad(allowed, (0, VOCAB))[:VOCAB])] = -np.inf
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(

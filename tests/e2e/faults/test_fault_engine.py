@@ -1,4 +1,4 @@
-"""E1-E3, E5-E10: an engine that fails, computes nonsense, dies, hangs or babbles, seen by clients of a live server."""
+"""E1-E3, E5-E10, G1, G2: an engine that fails, computes nonsense, dies, hangs or babbles, as clients see it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ HOOKS = {
     "layer": "paceline.models.decoder:Decoder._layer",
     "logits": "paceline.models.decoder:Decoder.logits",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
+    "mask": "paceline.guide.matcher:Matcher.mask",
     "send": "paceline.process.supervisor:Link.send",
     "deliver": "paceline.process.engine_service:EngineService._deliver",
 }
@@ -132,6 +133,34 @@ def test_e5_a_model_without_any_finite_number_is_loaded_again(server: LiveServer
     server.heal()
     server.wait_until(lambda: server.get("/health/ready").status == 200, 60.0)
     assert server.engine != engine
+
+
+GUIDED = {"structured_outputs": {"regex": "[a-f]{24}"}, "max_tokens": 40, "ignore_eos": False}
+
+
+@pytest.mark.parametrize("code", ["grammar_error", "grammar_too_complex"])
+@pytest.mark.parametrize("number", [0, 1])  # a stream, and a whole answer
+def test_g1_a_guide_that_cannot_go_on_ends_its_request_alone(
+    server: LiveServer, code: str, number: int
+) -> None:
+    guided, others = body(number, **GUIDED), [body(index) for index in range(2, 5)]
+    whole = said(server.post(*guided))  # compiled, so that masks are those of steps from here on
+    alone = [said(server.post(*each)) for each in others]
+    server.fault("mask", "broken", code, first=7, last=ALWAYS)
+    broken, *replies = server.all_at_once([guided, *others])
+    assert codes([broken]) == {code}
+    assert [said(reply) for reply in replies] == alone
+    server.heal()
+    assert said(server.post(*guided)) == whole  # nothing of it was kept for others
+
+
+def test_g2_masks_that_fail_once_are_noticed_by_no_client(server: LiveServer) -> None:
+    bodies = [body(0, **GUIDED), body(1, **GUIDED), body(2), body(3)]
+    alone = [said(server.post(*each)) for each in bodies]
+    failed = server.metrics()["engine_failed_steps_total"]
+    server.fault("mask", "raise", first=5)
+    assert [said(reply) for reply in server.all_at_once(bodies)] == alone
+    server.wait_until(lambda: server.metrics()["engine_failed_steps_total"] == failed + 1)
 
 
 def test_e7_every_request_is_answered_when_the_engine_dies(server: LiveServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[2]
 TABLE = tomllib.loads((Path(__file__).parent / "table.toml").read_text())
-GROUPS = {"E": 10, "D": 9, "K": 6, "T": 5, "R": 6}
+GROUPS = {"E": 10, "G": 2, "D": 9, "K": 6, "T": 5, "R": 6}
 IDS = {f"{group}{number}" for group, most in GROUPS.items() for number in range(1, most + 1)}
 IDS |= {"Q1", "Q3", "Q4", "L3x"}
 

@@ -108,6 +108,12 @@ def wrong_token(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> An
     return replace(result, tokens=tokens)
 
 
+def break_guide(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
+    """A grammar finds that it cannot go on."""
+    arguments[0].error = rest[0]
+    return call()
+
+
 def forget_prefixes(call: Call, arguments: Sequence[Any], rest: Sequence[str]) -> Any:
     """Clear the prefix cache before a turn of the engine's service."""
     for model in arguments[0]._models:
@@ -171,6 +177,7 @@ KINDS: dict[str, Callable[[Call, Sequence[Any], Sequence[str]], Any]] = {
     "collect": collect,
     "nan": not_finite,
     "token": wrong_token,
+    "broken": break_guide,
     "forget": forget_prefixes,
     "same_hash": same_hash,
     "junk": junk,
