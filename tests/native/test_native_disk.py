@@ -242,7 +242,7 @@ def test_an_engine_that_was_killed_starts_again_and_answers_right(
 def test_an_engine_that_is_killed_often_and_finds_spoilt_files_answers_right(
     model: Path, tmp_path: Path, computed: Answers
 ) -> None:
-    killed_often(model, tmp_path, computed, range(100, 130), spoils=True)
+    killed_often(model, tmp_path, computed, range(100, 200), spoils=True)
 
 
 def test_a_folder_is_used_by_one_engine(model: Path, tmp_path: Path) -> None:
