@@ -170,6 +170,7 @@ def _closest(values: Tensor) -> Tensor:
 # By what `--quantization` and files make: how weights are rounded, and whether inputs are.
 ROUNDINGS: dict[str, tuple[Rounding, Rounding | None]] = {
     "fp8": (_eight_bits(torch.float8_e4m3fn), _eight_bits(torch.float8_e4m3fn)),
+    "fp8, inputs in 16 bits": (_eight_bits(torch.float8_e4m3fn), None),
     "int8": (_eight_bits(torch.int8), _eight_bits(torch.int8)),
     "int4 in 128s": (_four_bits(128), None),
     "int4 in 32s": (_four_bits(32), None),

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.models import greedy, prompt, step
 from benchmarks.harness import Benchmark, Found, Given, flag, row, spread, table
-from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
+from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.factory import LoadedModel, load_model
 from paceline.lab.bench.shapes import write_shape
 from paceline.llm.arguments import split_arguments
@@ -32,7 +32,7 @@ def nap(loaded: LoadedModel, level: int, *, moved: bool) -> tuple[float, float, 
     assert sleeper is not None
     before, _ = torch.cuda.mem_get_info()
     began_s = time.perf_counter()
-    engine.sleep(keeps_below=True)
+    engine.sleep(levels_lost=DEVICE_LOST)
     sleeper.let_go(level)
     slept_s = time.perf_counter() - began_s
     freed = torch.cuda.mem_get_info()[0] - before

@@ -192,8 +192,8 @@ class LoadedModel:
     pulse: Pulse  # beats while a step computes
     free: FreeCores | None  # how many threads compute steps; None: a GPU does
     cpu_work: Callable[[], CPUWork]
+    sleeper: Sleeper
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
-    sleeper: Sleeper | None = None  # None: its memory cannot be let go of
     place: ModelPlace = NOWHERE
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
 
@@ -253,7 +253,7 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, adapter_memory, disk, sleeper, place = built
+    config, runner, hardware, notices, cpu_work, sleeper, adapter_memory, disk, place = built
     engine = build_engine(
         config,
         runner,
@@ -292,9 +292,9 @@ class Built(NamedTuple):
     hardware: Hardware
     notices: tuple[str, ...]
     cpu_work: Callable[[], CPUWork]
+    sleeper: Sleeper
     adapters: AdapterMemory | None = None
     disk: StoreLevel | None = None
-    sleeper: Sleeper | None = None
     place: ModelPlace = NOWHERE
 
 
@@ -350,19 +350,17 @@ def _on_cpu(
         drafter = None if weights.make_drafter is None else weights.make_drafter(config, step)
         return CPURunner(config, step, ends, shared[0], drafter)
 
-    sleeper = CPUSleeper(load, make, backend)
+    sleeper = CPUSleeper(load, make, backend, disk)
     runner = sleeper.open()
     if weighs_preemption(config):
-        block_s = block_seconds(config, runner.copy_out_and_back)
+        block_s = block_seconds(config, sleeper.copy_out_and_back)
         rows = min(config.scheduler.max_num_seqs, TYPICAL_ROWS)
         fixed_s, token_s = backend.measure()
         step_s = fixed_s + token_s * rows
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = with_costs(config, prices if disk is None else disk.with_rates(prices))
     adapters = sleeper if model.has_adapters else None
-    moving = runner if disk is None else disk.start(runner, runner.compute.kv)
-    sleeps = sleeper if disk is None else None  # threads of a disk go with the step
-    return Built(config, moving, hardware, backend.notices, sleeper.work, adapters, disk, sleeps)
+    return Built(config, runner, hardware, backend.notices, sleeper.work, sleeper, adapters, disk)
 
 
 def _cpu_backend(
@@ -549,7 +547,7 @@ def _on_gpu(
         home.blank.append(runner.kv_bytes)
     sleeper = GPUSleeper(home, load, moving, runner.capture_again)
     place = NOWHERE if isinstance(home, OwnHome) else ModelPlace(home.slabs, home.num_beside)
-    return Built(config, moving, hardware, (), CPUWork, runner.adapters, disk, sleeper, place)
+    return Built(config, moving, hardware, (), CPUWork, sleeper, runner.adapters, disk, place)
 
 
 def _drafting(drafts: DraftConfig | None) -> tuple[str, str] | None:

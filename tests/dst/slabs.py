@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.config.engine import EngineConfig
 from paceline.core.plan import Runner
+from paceline.core.standing import ALL_LOST, DEVICE_LOST
 from paceline.engine.engine import Engine
 
 
@@ -52,9 +53,9 @@ class SlabMoves:
         if absent and self._rng.random() < 0.5:
             engine.move_slab(self._rng.choice(absent), gained=True)
             self._counts["slab gained"] += 1
-        elif self._rng.random() < 0.08:
-            # The runner is the same: what is below the device may stay or be forgotten.
-            engine.sleep(keeps_below=self._rng.random() < 0.5)
+        elif self._rng.random() < 0.12:
+            # The runner is the same: what is on a level below the device may stay or be forgotten.
+            engine.sleep(levels_lost=DEVICE_LOST + int(ALL_LOST * self._rng.random()))
             for slab in have:
                 assert engine.move_slab(slab, gained=False)
             self._gain_floor()

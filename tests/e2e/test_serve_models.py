@@ -204,10 +204,14 @@ def test_models_with_adapters_and_a_disk_replay_from_a_warm_start(
             assert len(set(found.values())) == 4 and found == (texts or found)
             texts = found
             server.wait_until(server.is_idle)
+            assert server.rest("left", "sleep", "?level=2").status == 200
+            assert server.text("left", prompt=PROMPT * 6) == texts["left"], "with what the disk has"
+            server.wait_until(server.is_idle)
             server.terminate()
             assert server.process.wait(60) == 0
     for log in logs.values():
         assert '"restored"' in log.read_text()
+        assert '["sleep",' in log.read_text() or log is logs["right"]
         again = log.with_suffix(".again")
         done = run("replay", log, "--output", again)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 from paceline import LLM, SamplingParams
 from paceline.config.engine import PreemptionCosts
 from paceline.config.model_set import ModelShare
-from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
+from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.engine.engine import Engine
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.factory import LoadedModel, load_model
@@ -123,7 +123,7 @@ def answers(
 
 def sleep(loaded: LoadedModel, level: int) -> None:
     assert loaded.sleeper is not None
-    loaded.engine.sleep(keeps_below=True)
+    loaded.engine.sleep(levels_lost=DEVICE_LOST)
     loaded.sleeper.let_go(level)
 
 

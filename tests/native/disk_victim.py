@@ -45,6 +45,14 @@ def answer(llm: LLM, number: int) -> tuple[list[tuple[int, float]], int]:
     return [(token, each[token].logprob) for token, each in pairs], output.num_cached_tokens
 
 
+def nap(llm: LLM, level: int) -> None:
+    """The model sleeps, and wakes with another runner."""
+    engine, sleeper = llm.loaded.engine, llm.loaded.sleeper
+    engine.sleep(levels_lost=sleeper.levels_lost)
+    sleeper.let_go(level)
+    engine.wake(sleeper.open())
+
+
 def main() -> None:
     model, folder, size, seed = sys.argv[1:]
     rng = random.Random(int(seed))

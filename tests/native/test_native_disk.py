@@ -22,7 +22,9 @@ import pytest
 from paceline import LLM
 from paceline.audit.runlog import read_run_log
 from paceline.config.engine import PreemptionCosts
+from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.errors import ConfigError
+from paceline.kv.tiers import DISK
 from paceline.lab.sim.replayer import replay
 from paceline.runner.disk_store import DiskStore
 from paceline.runner.store_level import StoreLevel
@@ -30,7 +32,7 @@ from tests.e2e.model_cli import environment
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
 from tests.native import disk_victim
-from tests.native.disk_victim import NUM_PROMPTS, answer, options
+from tests.native.disk_victim import NUM_PROMPTS, answer, nap, options
 
 Answers = list[list[tuple[int, float]]]
 SIZE = 4 << 20  # about half of what all prompts take
@@ -95,6 +97,30 @@ def test_a_warm_start_replays(model: Path, tmp_path: Path) -> None:
     report = replay(read_run_log(log), output=again)
     assert report.is_equal, report
     assert again.read_bytes() == log.read_bytes()
+
+
+def test_a_model_finds_after_a_sleep_what_the_disk_has(
+    model: Path, tmp_path: Path, computed: Answers
+) -> None:
+    """Asleep while blocks are written, or when all are; and that replays."""
+    log = tmp_path / "run.jsonl"
+    disk = {"kv_disk_dir": str(tmp_path / "kv"), "kv_disk_size": 1 << 26}
+    with LLM(str(model), run_log=str(log), **disk, **options()) as llm:
+        engine = llm.loaded.engine
+        for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
+            for number in (0, 1):
+                assert answer(llm, number)[0] == computed[number]
+                nap(llm, level)
+        for number in (0, 1):
+            assert answer(llm, number)[0] == computed[number]
+        while not engine.is_idle:
+            engine.step()
+        assert len(engine.scheduler.state.kv.levels[DISK][0].cache) >= 48
+        nap(llm, WEIGHTS_KEPT)
+        assert [answer(llm, number) for number in (0, 1)] == [(each, 384) for each in computed[:2]]
+        assert llm.loaded.store_work().blocks_read >= 48, "figures go on"
+    report = replay(read_run_log(log))
+    assert report.is_equal, report
 
 
 def test_what_another_kernel_or_type_has_computed_is_not_found(
@@ -216,7 +242,7 @@ def test_an_engine_that_was_killed_starts_again_and_answers_right(
 def test_an_engine_that_is_killed_often_and_finds_spoilt_files_answers_right(
     model: Path, tmp_path: Path, computed: Answers
 ) -> None:
-    killed_often(model, tmp_path, computed, range(100, 130), spoils=True)
+    killed_often(model, tmp_path, computed, range(100, 200), spoils=True)
 
 
 def test_a_folder_is_used_by_one_engine(model: Path, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ import pytest
 from paceline import LLM
 from paceline.audit.runlog import read_run_log
 from paceline.config.engine import PreemptionCosts
+from paceline.core.standing import WEIGHTS_DROPPED
 from paceline.errors import ConfigError
 from paceline.lab.sim.replayer import replay
 from paceline.runner.store_level import StoreLevel
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
 from tests.native import disk_victim
-from tests.native.disk_victim import answer, options
+from tests.native.disk_victim import answer, nap, options
 from tests.shared_store import Client, fake_server
 
 Answers = list[list[tuple[int, float]]]
@@ -118,6 +119,14 @@ def test_engines_find_what_others_write_while_they_serve_and_that_replays(
     assert report.is_equal, report
     with shared.engine() as third:
         assert answer(third, 1) == (computed[1], FOUND)
+
+
+def test_a_model_that_slept_finds_what_it_and_others_wrote(shared: Shared, computed: Answers) -> None:
+    shared.filled()
+    with shared.engine() as llm:
+        assert answer(llm, 0) == (computed[0], FOUND)
+        nap(llm, WEIGHTS_DROPPED)
+        assert [answer(llm, number) for number in NUMBERS] == [(each, FOUND) for each in computed]
 
 
 LIES: dict[str, Callable[[bytes], Any]] = {

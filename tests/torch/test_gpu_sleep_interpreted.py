@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.core.sampling import SamplingParams
-from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
+from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
@@ -98,7 +98,7 @@ def test_a_model_alone_gives_all_its_memory_back_and_answers_the_same(
     expected = answers(engine, (0, number))
     assert expected[0] != expected[1]
     for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
-        engine.sleep(keeps_below=True)
+        engine.sleep(levels_lost=DEVICE_LOST)
         sleeper.let_go(level)
         memory = [*home._areas.values(), *home.blank]
         assert len(memory) > 6 and all(not each.untyped_storage().nbytes() for each in memory)

@@ -282,7 +282,7 @@ class StepFailed(Input):
 class Sleep(Input):
     """The runner's memory is let go of: rows, adapters and cached prefixes with it."""
 
-    keeps_below: bool  # prefixes in host memory and on a disk stay
+    levels_lost: int  # whose prefixes go: 1 the device's, 2 those in host memory too, 3 all
 
 
 @_logged_as("slab")

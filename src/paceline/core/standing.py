@@ -11,6 +11,8 @@ from paceline.core.plan import Runner
 
 # Levels of sleep. On a CPU the first gives back KV and working memory and keeps the weights.
 WEIGHTS_KEPT, WEIGHTS_DROPPED = 1, 2
+# How many levels of KV lose their memory with a runner, from the device down.
+DEVICE_LOST, HOST_LOST, ALL_LOST = 1, 2, 3
 
 
 class Standing(StrEnum):
@@ -23,8 +25,8 @@ class Standing(StrEnum):
 class Sleeper(Protocol):
     """Memory of a model that can be let go of and brought back."""
 
-    # Its memory on the host stays, and weights may take a while to leave.
-    on_gpu: bool
+    on_gpu: bool  # weights may take a while to leave
+    levels_lost: int  # of its KV
 
     def let_go(self, level: int) -> None:
         """Drop the runner, of which no caller has any use now, and at the second level the weights."""

@@ -47,7 +47,6 @@ class Seat:
     needs: Needs = field(default_factory=Needs)
     standing: Standing = Standing.AWAKE
     level: int = 0  # of sleep
-    can_sleep: bool = True
     device_s: float = 0.0  # of all its steps
     virtual_s: float = 0.0
     is_backlogged: bool = False
@@ -115,7 +114,7 @@ class Conductor:
         not room for the pinned ones and any other one."""
         if self.memory is None:
             return
-        stays = [seat for seat in self.seats if not seat.can_sleep]
+        stays = [seat for seat in self.seats if seat.config.pinned]
         for seat in self.seats:
             beside = stays if seat in stays else [*stays, seat]
             needed = sum(each.needs.awake for each in beside)
@@ -171,7 +170,7 @@ class Conductor:
         for index, (seat, is_busy) in enumerate(zip(self.seats, busy, strict=True)):
             after_s = seat.config.idle_sleep_s
             is_idle = after_s is not None and not is_busy and now_s - seat.busy_s >= after_s
-            if is_idle and seat.standing is Standing.AWAKE and seat.can_sleep:
+            if is_idle and seat.standing is Standing.AWAKE:
                 yield SleepOrder(index, seat.config.sleep_level)
 
     def _room_for(self, model: int, now_s: float, busy: Sequence[bool]) -> list[SleepOrder]:
@@ -197,7 +196,7 @@ class Conductor:
         has_waited = now_s - (waker.wanted_since_s or now_s) >= waker.wake_s
 
         def may_sleep(index: int, seat: Seat) -> bool:
-            if index == model or seat.config.pinned or not seat.can_sleep or not seat.held:
+            if index == model or seat.config.pinned or not seat.held:
                 return False
             if seat.standing is Standing.WAKING:
                 return False
@@ -261,8 +260,8 @@ def _sleeping(seat: Seat, engine: Engine) -> Iterator[str]:
     state = engine.scheduler.state
     in_use = sum(group.pool.usable - group.pool.num_free for group in state.kv.groups)
     places = [request.id for request in state.requests.values() if request.host_places]
-    levels = state.kv.levels[:1] if state.keeps_below else state.kv.levels
-    cached = sum(len(part.cache.entries()) for level in levels for part in level)
+    lost = state.kv.levels[: state.levels_lost]
+    cached = sum(len(part.cache.entries()) for level in lost for part in level)
     if engine.is_asleep and (state.rows.num_live or in_use or places or cached):
         yield (
             f"M2: the model {seat.config.name!r} sleeps with {state.rows.num_live} rows, {in_use} blocks in use, "

@@ -37,6 +37,7 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.standing import ALL_LOST
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
@@ -367,13 +368,12 @@ class Engine:
         """Nothing is under way; a further step would do nothing until something new comes in."""
         return not self._in_flight and not self.scheduler.has_open_copies
 
-    def sleep(self, *, keeps_below: bool = False) -> None:
-        """Let go of the runner and all its memory. Requests stay: rows are preempted, and computed again once awake.
-        `keeps_below`: the next runner has the same memory on the host, with the prefixes there."""
+    def sleep(self, *, levels_lost: int = ALL_LOST) -> None:
+        """Let go of the runner, and of what these levels hold. Requests stay; rows are computed again once awake."""
         while self._in_flight:
             self._wait()
         self._runner.reset(StepPlan(seq=self.num_submitted, full=True))  # no copy is under way behind this
-        self.scheduler.sleep(keeps_below=keeps_below)
+        self.scheduler.sleep(levels_lost=levels_lost)
         self.adapters.obey()
         self._runner = _NoRunner()
         if self.checker is not None:

@@ -39,6 +39,7 @@ from paceline.config.engine import KVConfig
 from paceline.config.sized import Capacity
 from paceline.core.kv_keep import KVKeep
 from paceline.core.request import BlockKey
+from paceline.core.standing import ALL_LOST, DEVICE_LOST
 from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
@@ -317,13 +318,14 @@ class KVManager:
         for group in self.groups:
             group.quarantine(row)
 
-    def reset_cache(self, *, below: bool = True) -> None:
-        """Forget every cached prefix, `below` the device and on the way there too; blocks in use stay in use."""
+    def reset_cache(self, levels_lost: int = ALL_LOST) -> None:
+        """Forget the cached prefixes of so many levels, and what is on the way between levels unless that is the device
+        alone; blocks in use stay in use."""
         self.settle()
-        for level in self.levels if below else self.levels[:1]:
+        for level in self.levels[:levels_lost]:
             for part in level:
                 part.forget(np.array(list(part.cache.entries()), np.int64))
-        if below:
+        if levels_lost > DEVICE_LOST:
             self._forget_copies()
 
     def _forget_copies(self) -> None:

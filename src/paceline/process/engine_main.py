@@ -124,10 +124,9 @@ def _conductor(
         Seat(
             config=share,
             needs=need,
-            can_sleep=loaded.sleeper is not None and not share.pinned,
             wakes_s=[0.0, 0.0, info.load_s],
         )
-        for share, loaded, info, need in zip(_shares(configure), models, infos, needs, strict=True)
+        for share, info, need in zip(_shares(configure), infos, needs, strict=True)
     ]
     conductor = Conductor(seats, memory, time.monotonic())
     conductor.begin()

@@ -83,9 +83,6 @@ def set_up_logs() -> LogQueue:
     return queue
 
 
-NO_SLEEP = (
-    "this model cannot sleep: on a CPU those with --kv-disk-dir or --kv-store stay awake; leave them out"
-)
 FLUSH_S = 1.0  # how long the last frames may take to leave
 LOOK_S = 0.005  # between two looks at a model that is being woken
 
@@ -105,7 +102,6 @@ class Waking(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        assert self._service.sleeper is not None
         try:
             self.runner = self._service.sleeper.open()
         except Exception as error:
@@ -121,7 +117,6 @@ class Leaving(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        assert self._service.sleeper is not None
         try:
             self._service.sleeper.let_go(self.level)
         except Exception as error:  # no memory on the host: then they are read again
@@ -300,8 +295,6 @@ class EngineService:
         model, seat = self._models[number], self._conductor.seats[number]
         if seat.config.pinned:
             raise SleepRefused("this model is pinned: it never sleeps")
-        if model.sleeper is None or not seat.can_sleep:
-            raise SleepRefused(NO_SLEEP)
         if seat.standing is Standing.WAKING:
             raise SleepRefused("this model is being woken; try again when it is awake")
         count = len(model.engine.scheduler.state.requests)
@@ -329,9 +322,8 @@ class EngineService:
 
     def _put_to_sleep(self, order: SleepOrder) -> None:
         model = self._models[order.model]
-        assert model.sleeper is not None
         if not model.engine.is_asleep:
-            model.engine.sleep(keeps_below=model.sleeper.on_gpu)
+            model.engine.sleep(levels_lost=model.sleeper.levels_lost)
             model.deliver_rest()
         level = max(order.level, self._conductor.seats[order.model].level)
         if not model.sleeper.on_gpu:

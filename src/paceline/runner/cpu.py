@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,17 +30,21 @@ from paceline.core.plan import (
     STOPPED,
     GuideWork,
     RowLogprobs,
+    Runner,
     StepPlan,
     StepResult,
     StepTimes,
 )
-from paceline.core.standing import WEIGHTS_DROPPED, Pulse
+from paceline.core.standing import HOST_LOST, WEIGHTS_DROPPED, Pulse
 from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
 from paceline.runner.pooling import Pooler, States
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
+
+if TYPE_CHECKING:
+    from paceline.runner.store_level import StoreLevel
 
 I32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
@@ -512,29 +516,40 @@ Weights = TypeVar("Weights")
 
 
 class CPUSleeper(Generic[Weights]):
-    """`load` reads the weights, `make` puts a runner around them."""
+    """`load` reads the weights, `make` puts a runner around them. A disk stays open, with what it holds."""
 
-    on_gpu = False
+    on_gpu, levels_lost = False, HOST_LOST
 
     def __init__(
-        self, load: Callable[[], Weights], make: Callable[[Weights], CPURunner], first: Weights
+        self,
+        load: Callable[[], Weights],
+        make: Callable[[Weights], CPURunner],
+        first: Weights,
+        disk: StoreLevel | None = None,
     ) -> None:
         self._load = load
         self._make = make
+        self._disk = disk
         self._weights: Weights | None = first
         self._runner: CPURunner | None = None
         self._last = CPUWork()
 
-    def open(self) -> CPURunner:
+    def open(self) -> Runner:
         weights = self._weights
         if weights is None:
             weights = self._weights = self._load()
         runner = self._runner = self._make(weights)
-        return runner
+        return runner if self._disk is None else self._disk.start(runner, runner.compute.kv)
+
+    def copy_out_and_back(self, count: int) -> None:
+        assert self._runner is not None
+        self._runner.copy_out_and_back(count)
 
     def let_go(self, level: int) -> None:
         if self._runner is not None:
             self._last = self._runner.work()
+            if self._disk is not None:
+                self._disk.pause()
             self._runner.close()
             self._runner = None
         if level >= WEIGHTS_DROPPED:

@@ -140,9 +140,18 @@ class StoreLevel:
         )
 
     def start(self, runner: Runner, host: HostBlocks) -> StoringRunner:
-        """A runner that moves blocks too; `host`: the places of the other one."""
-        self._threads = StoreThreads(self.store, host, self._block_bytes, is_shared=self.store.is_shared)
+        """A runner that moves blocks too; `host`: the places of the other one. The next one, after a `pause`, has the
+        same threads."""
+        if self._threads is None:
+            self._threads = StoreThreads(self.store, host, self._block_bytes, is_shared=self.store.is_shared)
+        self._threads.host = host
         return StoringRunner(runner, self._threads)
+
+    def pause(self) -> None:
+        """The places are about to go, and nothing moves until there are others."""
+        if self._threads is not None:
+            self._threads.forget()
+            self._threads.host = None
 
     def attach(self, scheduler: Scheduler) -> tuple[str, ...]:
         """Tell a scheduler what survived; returns what an operator should know."""

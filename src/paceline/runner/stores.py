@@ -96,7 +96,8 @@ class StoreThreads:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: other servers write to the store too; `news` has what they wrote."""
-        self._store, self._host, self._block_bytes = store, host, block_bytes
+        self._store, self._block_bytes = store, block_bytes
+        self.host: HostBlocks | None = host  # None: no ticket is under way
         self._patience_s = patience_s
         self.news: deque[BlockHead] = deque(maxlen=store.num_places)
         self._is_over = threading.Event()
@@ -205,9 +206,9 @@ class StoreThreads:
 
     def _write(self, job: Job, buffer: memoryview) -> bool:
         with job.move.lock:
-            if job.move.is_dropped:
+            if job.move.is_dropped or self.host is None:
                 return False
-            self._host.pack(job.host, np.frombuffer(buffer, np.uint8))
+            self.host.pack(job.host, np.frombuffer(buffer, np.uint8))
         self._store.write(job.place, job.head, [buffer])
         return True
 
@@ -217,8 +218,8 @@ class StoreThreads:
                 self._work = self._work._replace(bad=self._work.bad + 1)
             return False
         with job.move.lock:
-            if not job.move.is_dropped:
-                self._host.unpack(job.host, np.frombuffer(buffer, np.uint8))
+            if not job.move.is_dropped and self.host is not None:
+                self.host.unpack(job.host, np.frombuffer(buffer, np.uint8))
         return True
 
     def _look(self) -> None:

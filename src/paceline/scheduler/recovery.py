@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.plan import RowSet, StepPlan
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState
+from paceline.core.standing import DEVICE_LOST
 from paceline.kv.delta import KVDelta
 from paceline.scheduler.state import Join, SchedulerState
 from paceline.scheduler.step.admission import largest_unreserved, reserved_full
@@ -67,14 +68,14 @@ def start_over(state: SchedulerState) -> None:
         request = state.requests.get(RequestId(owner))
         if request is not None and request.host_places:
             forget_places(state, request)
-    kv.reset_cache(below=False)  # what has arrived there was computed by steps that did not fail
+    kv.reset_cache(DEVICE_LOST)  # what has arrived there was computed by steps that did not fail
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
 
 
-def let_go(state: SchedulerState, *, keeps_below: bool) -> None:
-    """The runner's memory goes: no request keeps a row, a block or a place. `keeps_below`: that of the host stays, with
-    the prefixes that are there."""
+def let_go(state: SchedulerState, levels_lost: int) -> None:
+    """The runner's memory goes: no request keeps a row, a block or a place. Levels below those that are lost keep their
+    prefixes."""
     assert not state.flights, "no step is under way"
     kv = state.kv
     kv.abandon()
@@ -83,12 +84,12 @@ def let_go(state: SchedulerState, *, keeps_below: bool) -> None:
         _restart(state, row, False, Rule.SLEEP)
     for request in [each for each in state.requests.values() if each.host_places]:
         forget_places(state, request)
-    kv.reset_cache(below=not keeps_below)
+    kv.reset_cache(levels_lost)
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
     state.adapters.let_go_of_all()
     state.num_sleeps += 1
-    state.keeps_below = keeps_below
+    state.levels_lost = levels_lost
 
 
 def is_slab_in_use(state: SchedulerState, slab: int) -> bool:

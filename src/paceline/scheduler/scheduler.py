@@ -36,6 +36,7 @@ from paceline.core.request import (
     RequestId,
     RequestState,
 )
+from paceline.core.standing import ALL_LOST
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
@@ -478,11 +479,11 @@ class Scheduler:
         self.composer.forget()
         return StepPlan(seq=self.state.kv.submitted, full=True)
 
-    def sleep(self, *, keeps_below: bool = False) -> None:
-        """The runner's memory is let go of: on the device, and on the host too unless `keeps_below`. Only while neither
-        a step nor a copy is under way."""
-        self._input(inputs.Sleep(keeps_below=keeps_below))
-        let_go(self.state, keeps_below=keeps_below)
+    def sleep(self, *, levels_lost: int = ALL_LOST) -> None:
+        """The runner's memory is let go of, and what these levels hold with it. Only while neither a step nor a copy is
+        under way."""
+        self._input(inputs.Sleep(levels_lost=levels_lost))
+        let_go(self.state, levels_lost)
         self.composer.forget()
         self._has_slept = True
 

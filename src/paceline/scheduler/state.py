@@ -45,6 +45,7 @@ from paceline.core.request import (
     TreeLimits,
     account_of,
 )
+from paceline.core.standing import ALL_LOST
 from paceline.kv.manager import KVManager
 from paceline.kv.tiers import Tiers
 from paceline.kv.wishes import Wishes
@@ -192,7 +193,7 @@ class SchedulerState:
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
         self.computing: dict[bytes, RequestId] = {}  # prefix keys that running prompts will publish
         self.leaves: list[int] = []
-        self.keeps_below = False  # of the last sleep: the host's memory stayed
+        self.levels_lost = ALL_LOST  # with the last sleep
         self.num_sleeps = 0  # after each of them all rows are empty, without a plan that says so
         self.joins: list[Join] = []
         self.flights: deque[Flight] = deque()

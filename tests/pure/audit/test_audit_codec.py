@@ -139,7 +139,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
         SetAdapter(number=2, identity="ab12"),
         Restored(places=(3, 1), keys=KEYS[:2], uses=(1024, 0), learned=((0.5, 2.0), ())),
         AdapterRead(number=2, failed=True),
-        *(ResetCache(), Done(seq=4), StepFailed(), Sleep(keeps_below=True), MoveSlab(number=3, gained=True)),
+        *(ResetCache(), Done(seq=4), StepFailed(), Sleep(levels_lost=2), MoveSlab(number=3, gained=True)),
         *(Shrink(), FailAll(), Withheld(blocks=(3, 0))),
         *(Expired(request=one), Keys(request=one, keys=KEYS), Idle()),
     ]

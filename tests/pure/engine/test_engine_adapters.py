@@ -12,6 +12,7 @@ from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.core.clock import ManualClock
 from paceline.core.inputs import SetAdapter
 from paceline.core.sampling import SamplingParams
+from paceline.core.standing import DEVICE_LOST
 from paceline.engine.adapters import Adapters, ThreadedReads
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidAdapter, UnknownAdapter
@@ -161,7 +162,7 @@ def test_a_sleep_lets_go_of_all_adapters_and_they_are_read_again(depth: int) -> 
     asked = [engine.add([1, 2, number], SAMPLING, adapter=number)[0] for number in (1, 2)]
     for _ in range(3):
         step()
-    engine.sleep(keeps_below=True)
+    engine.sleep(levels_lost=DEVICE_LOST)
     assert not memory.held and not engine.scheduler.state.adapters.resident
     assert engine.unload_adapter(3), "one that no request has can go meanwhile"
     engine.wake(FakeRunner(engine_of(depth)))

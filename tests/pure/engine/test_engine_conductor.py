@@ -123,7 +123,6 @@ def test_another_model_sleeps_where_there_is_no_room() -> None:
 
 def test_models_that_find_no_room_begin_asleep() -> None:
     seats = [seat("a", awake=60), seat("b", awake=50), seat("c", awake=40, pinned=True)]
-    seats[2].can_sleep = False
     conductor = Conductor(seats, memory=110)
     conductor.begin()
     assert [each.standing for each in seats] == [Standing.AWAKE, Standing.ASLEEP, Standing.AWAKE]

@@ -15,7 +15,7 @@ from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, Preemption
 from paceline.config.model_set import ModelShare
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import SALT, RequestId, RequestState
-from paceline.core.standing import WEIGHTS_KEPT
+from paceline.core.standing import ALL_LOST, DEVICE_LOST, HOST_LOST, WEIGHTS_KEPT
 from paceline.engine.conductor import Conductor, Seat, broken_rules
 from paceline.errors import ConfigError
 from paceline.kv.tiers import BURST_S, DISK, HOST
@@ -88,9 +88,9 @@ def test_another_tenant_or_salt_finds_nothing_below_the_device(disk: int, other:
 
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("disk", [0, 400])
-@pytest.mark.parametrize("keeps_below", [True, False])
+@pytest.mark.parametrize("levels_lost", [DEVICE_LOST, HOST_LOST, ALL_LOST])
 def test_what_is_below_the_device_stays_over_a_sleep_where_its_memory_does(
-    keeps_below: bool, disk: int, late: int
+    levels_lost: int, disk: int, late: int
 ) -> None:
     """Copies may be under way when it begins: none of them arrives behind it."""
     bench = bench_of(levels(24 if disk else 64, disk), late_copies=late, late_moves=late)
@@ -99,16 +99,21 @@ def test_what_is_below_the_device_stays_over_a_sleep_where_its_memory_does(
     flood(bench, 32 if disk else 20)
     bench.add(prompt(17, 99), 8)
     bench.step(2)
-    bench.engine.sleep(keeps_below=keeps_below)
-    assert isinstance(bench.runner, FakeRunner) and not bench.runner._copies
+    bench.engine.sleep(levels_lost=levels_lost)
+    old = bench.runner
+    assert isinstance(old, FakeRunner) and not old._copies
     bench.flush()
     conductor = Conductor([Seat(config=ModelShare(name="a"))])
     conductor.slept(0, WEIGHTS_KEPT)
     assert broken_rules(conductor, [bench.engine]) == []
-    bench.engine.wake(bench.runner if keeps_below else FakeRunner(bench.config))
+    if levels_lost > DEVICE_LOST:
+        bench.runner = FakeRunner(bench.config, old.faults)
+        bench.runner._disk = old._disk
+    bench.engine.wake(bench.runner)
     again = bench.add(prompt(17), 2)
     bench.run()
-    assert num_cached(bench, again) == (16 if keeps_below else 0)
+    stays = levels_lost == DEVICE_LOST or (levels_lost == HOST_LOST and disk)
+    assert num_cached(bench, again) == (16 if stays else 0)
 
 
 def test_both_estimates_are_on_record() -> None:

@@ -1,4 +1,5 @@
-"""Worlds of several models: random traffic, sleeps, failed wakes, too little memory, and the rules after every turn.
+"""Worlds of several models: random traffic, adapters, levels whose copies are late and fail, sleeps, failed wakes, too
+little memory, and the rules after every turn.
 
 Engines, schedulers and the conductor are those of a server; devices are fakes on integers, which compare every answer
 with the one it must be.
@@ -8,22 +9,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from paceline.config.engine import PreemptionCosts
 from paceline.config.model_set import ModelShare
-from paceline.core.standing import WEIGHTS_DROPPED, Standing
+from paceline.core.adapter import NO_ADAPTER
+from paceline.core.standing import HOST_LOST, WEIGHTS_DROPPED, Standing
 from paceline.engine.conductor import Conductor, Needs, Seat, broken_rules
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.kv.slabs import Owner, SlabMarket
 from tests.cases import first
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Faults
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SEEDS = range(12)
 TURNS = 400
 FLOOR, HOME = 4, 3  # slabs
 LONGEST = 56  # tokens; they fit into a floor
+COSTS = PreemptionCosts(token_s=1e-2, block_s=1e-4, disk_block_s=1e-3, disk_write_s=1e-3)
+LONG = pytest.param(range(100, 160), TURNS, 10, marks=pytest.mark.campaign)
 
 
 class World:
@@ -45,6 +51,10 @@ class World:
         total, largest = sum(seat.needs.awake for seat in seats), max(seat.needs.awake for seat in seats)
         stays = sum(seat.needs.awake for seat in seats if seat.config.pinned)
         memory = self.random.choice((None, max(total // 2, stays + largest)))
+        for bench in self.benches:
+            for folder in "123":
+                bench.engine.adapters.load(folder, Path(folder))
+            bench.reads.finish()
         self.conductor = Conductor(seats, memory)
         self.conductor.begin()
         if self.trade is not None:
@@ -53,27 +63,31 @@ class World:
             if seat.standing is Standing.ASLEEP:
                 self._sleep(place, seat.level)
         self.waking: dict[int, float] = {}
+        self.busiest = 0  # peaks of models are out of phase
 
     def _share_memory(self, count: int) -> None:
         """Homes and floors of all models, and a few slabs more; blocks of models are of different sizes."""
-        num_slabs = 1 + count * (FLOOR + HOME) + self.random.randint(0, 3)
+        num_slabs = 1 + count * (FLOOR + HOME) + self.random.randint(0, 1)
         sizes = [self.random.choice((4, 5, 7)) for _ in range(count)]
-        host = self.random.choice((0, 0, 30))
-        self.benches = [
-            Bench(
-                engine_config(
-                    depth=self.random.choice((0, 1)),
-                    num_blocks=num_slabs * size,
-                    slab_blocks=size,
-                    least_blocks=FLOOR * size,
-                    num_host_blocks=host,
-                    cache_on_host=bool(host),
-                    max_model_len=LONGEST,
-                    max_preemptions=self.random.choice((0, 2)),
-                )
+        self.benches = []
+        for size in sizes:
+            host = self.random.choice((0, 0, 12))
+            config = engine_config(
+                depth=self.random.choice((0, 1)),
+                num_blocks=num_slabs * size,
+                slab_blocks=size,
+                least_blocks=FLOOR * size,
+                num_host_blocks=host,
+                num_disk_blocks=host and 150,
+                cache_on_host=bool(host),
+                preemption_costs=COSTS if host else None,
+                max_model_len=LONGEST,
+                max_preemptions=self.random.choice((0, 2)),
+                max_loras=self.random.choice((0, 0, 2)),
             )
-            for size in sizes
-        ]
+            failing = self.random.choice((0.0, 0.1))
+            faults = Faults(rng=random.Random(size), late_copies=2, late_moves=3, copy_failure=failing)
+            self.benches.append(Bench(config, runner=FakeRunner(config, faults)))
         owners = [
             Owner(
                 name=f"m{place}",
@@ -100,17 +114,24 @@ class World:
                 sleep_level=self.random.choice((1, 2)),
             ),
             needs=Needs(awake, awake // 2),
-            can_sleep=not pinned,
             wakes_s=[0.0, 0.01, 0.05],
         )
 
     def turn(self) -> None:
-        for bench in self.benches:
-            if self.random.random() < (0.08 if self.trade is None else 0.3):
+        if self.random.random() < 0.02:
+            self.busiest = self.random.randrange(len(self.benches))
+        for place, bench in enumerate(self.benches):
+            share = 0.08 if self.trade is None else 0.9 if place == self.busiest else 0.05
+            if self.random.random() < share:
+                adapters = bench.engine.adapters.infos()
                 bench.add(
-                    prompt(self.random.randint(1, 40), self.random.randint(0, 3)), self.random.randint(1, 12)
+                    prompt(self.random.randint(1, 40), self.random.randint(0, 9)),
+                    self.random.randint(1, 12),
+                    adapter=self.random.choice((NO_ADAPTER, NO_ADAPTER, *(each.number for each in adapters))),
                 )
                 self.counts["requests"] += 1
+            if self.random.random() < 0.5:
+                bench.reads.finish()
         self._rest_and_wake()
         if self.trade is not None:
             before = self.trade.num_reclaimed
@@ -138,7 +159,7 @@ class World:
         if self.random.random() < 0.01:  # an operator
             place = self.random.randrange(len(self.benches))
             seat = self.conductor.seats[place]
-            if seat.standing is Standing.AWAKE and seat.can_sleep:
+            if seat.standing is Standing.AWAKE and not seat.config.pinned:
                 self._sleep(place, self.random.choice((1, 2)))
             else:
                 self.conductor.call(place)
@@ -152,7 +173,7 @@ class World:
     def _sleep(self, place: int, level: int) -> None:
         bench, seat = self.benches[place], self.conductor.seats[place]
         if not bench.engine.is_asleep:
-            bench.engine.sleep()
+            bench.engine.sleep(levels_lost=HOST_LOST)
             bench.flush()
         if self.trade is not None and place in self.trade.market.awake():
             self.trade.slept(place)
@@ -176,11 +197,18 @@ class World:
                 self.trade.slept(place)
             self.counts["failed wakes"] += 1
             return
+        self._wake(place)
+        self.counts["wakes"] += 1
+
+    def _wake(self, place: int) -> None:
+        """With another runner, which finds what is on the disk."""
         bench = self.benches[place]
-        bench.runner = FakeRunner(bench.config)
+        old, bench.runner = bench.runner, FakeRunner(bench.config)
+        assert isinstance(old, FakeRunner)
+        bench.runner.faults, bench.runner._disk = old.faults, old._disk
+        self.counts["failed copies"] += old.copies_failed
         bench.engine.wake(bench.runner)
         self.conductor.woke(place, self.now_s, 0.02)
-        self.counts["wakes"] += 1
 
     def end(self) -> None:
         """Every request of every model comes to its end."""
@@ -189,12 +217,22 @@ class World:
                 while self.trade is not None and not self.trade.make_room(place):
                     for other in self.benches:
                         other.step()
-                bench.runner = FakeRunner(bench.config)
-                bench.engine.wake(bench.runner)
-                self.conductor.woke(place, self.now_s, 0.02)
+                self._wake(place)
+            while bench.engine.has_requests:  # folders are read meanwhile
+                bench.step()
+                bench.reads.finish()
             bench.run()
+            self._count(bench)
         if self.trade is not None:
             assert list(broken_slabs(self.trade)) == []
+
+    def _count(self, bench: Bench) -> None:
+        assert isinstance(bench.runner, FakeRunner)
+        self.counts["failed copies"] += bench.runner.copies_failed
+        self.counts["adapters evicted"] += bench.state.adapters.evicted
+        for seen in bench.seen:
+            self.counts["stores"] += len(seen.plan.store.disk)
+            self.counts["fetches"] += len(seen.plan.fetch.disk)
 
 
 @pytest.mark.parametrize("seed", first(3, SEEDS))
@@ -206,13 +244,27 @@ def test_the_rules_hold_after_every_turn_and_every_request_is_answered(seed: int
     assert world.counts["steps"] > TURNS // 10
 
 
-def test_worlds_reach_what_they_are_there_for() -> None:
+WANTED = (
+    *(
+        "sleeps",
+        "sleeps with requests",
+        "sleeps for room",
+        "wakes",
+        "failed wakes",
+        "slabs reclaimed",
+        "homes lent",
+    ),
+    *("stores", "fetches", "failed copies", "adapters evicted"),
+)
+
+
+@pytest.mark.parametrize(("seeds", "turns", "least"), [(SEEDS, TURNS // 2, 2), LONG])
+def test_worlds_reach_what_they_are_there_for(seeds: range, turns: int, least: int) -> None:
     counts: Counter[str] = Counter()
-    for seed in SEEDS:
+    for seed in seeds:
         world = World(seed)
-        for _ in range(TURNS // 2):
+        for _ in range(turns):
             world.turn()
+        world.end()
         counts += world.counts
-    wanted = ["sleeps", "sleeps with requests", "sleeps for room", "wakes", "failed wakes"]
-    wanted += ["slabs reclaimed", "homes lent"]
-    assert all(counts[name] >= 5 for name in wanted), counts
+    assert all(counts[name] >= least for name in WANTED), counts

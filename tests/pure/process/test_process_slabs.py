@@ -18,7 +18,7 @@ from paceline.config.model_set import ModelShare
 from paceline.core.counters import CPUWork
 from paceline.core.plan import Runner
 from paceline.core.sampling import SamplingParams
-from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT, Pulse, Standing
+from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED, WEIGHTS_KEPT, Pulse, Standing
 from paceline.engine.adapters import Adapters
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.engine.slab_trade import broken_slabs
@@ -45,7 +45,7 @@ class Weights:
         self.levels: list[int] = []
         self.failures = 0  # of the next attempts to wake
         self.has_room = True  # on the host
-        self.on_gpu = True
+        self.on_gpu, self.levels_lost = True, DEVICE_LOST
 
     def let_go(self, level: int) -> None:
         assert self.may_leave.wait(20)

@@ -368,7 +368,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     ),
     inputs.AdapterRead: lambda scheduler, number, failed: scheduler.adapter_read(number, failed=failed),
     inputs.Expired: lambda scheduler, request: scheduler.expire(),
-    inputs.Sleep: lambda scheduler, keeps_below: scheduler.sleep(keeps_below=keeps_below),
+    inputs.Sleep: lambda scheduler, levels_lost: scheduler.sleep(levels_lost=levels_lost),
     inputs.MoveSlab: lambda scheduler, number, gained: scheduler.move_slab(number, gained=gained),
     inputs.Shrink: Scheduler.shrink,
     inputs.FailAll: Scheduler.fail_all,

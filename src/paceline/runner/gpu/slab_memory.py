@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.plan import Runner
-from paceline.core.standing import WEIGHTS_DROPPED
+from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED
 from paceline.models.layers import Linear
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 
@@ -283,7 +283,7 @@ class OwnHome(Home):
 class GPUSleeper:
     """The memory of a model over its sleeps. Its runner stays, with what a step needs beside: graphs hold addresses."""
 
-    on_gpu = True
+    on_gpu, levels_lost = True, DEVICE_LOST
 
     def __init__(
         self,
