@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.engine import MADE_ON_LOADING, EngineConfig, ModelConfig
 from paceline.config.speculative import DraftConfig
-from paceline.core.pooling import CHOICE, CLASSIFY, CLS, LAST, MEAN
+from paceline.core.pooling import CHOICE, CLASSIFY, CLS, LAST, MEAN, OF_DECODERS
 from paceline.core.standing import Pulse
 from paceline.errors import ConfigError
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
@@ -74,6 +74,11 @@ def check_encoder(
 ) -> bool:
     """Whether a model is an encoder; if so, options that are about what it does not have are refused."""
     if spec.encoder is None:
+        if model.pooling not in ("auto", *OF_DECODERS):
+            raise ConfigError(
+                f"--pooling {model.pooling}: this model generates text; its first token sees no others; "
+                f"use {' or '.join(OF_DECODERS)}"
+            )
         return False
     wrong = {
         "--speculative-config": drafts is not None,

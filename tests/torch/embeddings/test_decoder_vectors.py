@@ -17,7 +17,7 @@ from paceline.audit.runlog import read_run_log
 from paceline.audit.story import explain_from_log
 from paceline.core.events import Finished
 from paceline.core.pooling import PoolingParams
-from paceline.errors import InvalidRequest
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.lab.sim.replayer import replay
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.tiny_models import VOCAB, save
@@ -201,6 +201,11 @@ def test_a_run_with_vectors_replays_and_has_none_of_their_numbers(
     )
     story = explain_from_log(read_run_log(log), 1).sentences()
     assert f"asked for a vector ({kind})" in story[0] and "has its vector" in story[-1]
+
+
+def test_a_vector_that_only_encoders_have_is_refused_at_the_start(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--pooling cls: this model generates text.*; use last or mean"):
+        LLM(str(folder), load_format="dummy", pooling="cls", num_blocks=64)
 
 
 def test_what_cannot_be_is_refused_with_its_place(llm: LLM, saved: tuple[Path, Any]) -> None:
