@@ -29,14 +29,16 @@ from paceline.core.plan import (
     STOPPED,
     DraftTally,
     Moves,
+    RowVector,
     StepPlan,
     StepResult,
     Swaps,
 )
+from paceline.core.pooling import PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
 from tests.guides import PRIME, VOCAB, FakeGuide
-from tests.reference_output import MASK, stop_bound, unseen
+from tests.reference_output import MASK, stop_bound, unseen, vector_of
 
 POISON = 0xDEADBEEF  # a slot that was not written must never be read
 
@@ -92,6 +94,8 @@ class _Row:
     adapter: int = 0
     is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
+    pooling: PoolingParams | None = None  # of a row that ends with a vector
+    total: int = 0  # of the hashes that it has computed, for a vector of all tokens
     sampling: SamplingParams | None = None  # of a row that drops blocks
     num_prompt: int = 0
     dropped: int = 0  # tokens that its tables have no entries for
@@ -249,6 +253,7 @@ class FakeRunner:
                 is_guided=sampling.structured_outputs is not None,
                 adapter=adapter,
                 is_predicted=bool(sampling.prediction),
+                pooling=sampling.pooling,
                 sampling=None if sampling.kv_keep is None else sampling,
                 num_prompt=num_prompt,
                 tables=tables,
@@ -306,6 +311,7 @@ class FakeRunner:
             self._check_step(work)
         outcomes: list[int] = []  # row, generation, token, count and ending of each
         more: dict[int, list[int]] = {}  # tokens of rows whose first draft was right
+        vectors: list[RowVector] = []
         for place, (number, row, num) in enumerate(work):
             outcomes += (number, row.generation)
             # An ended row is masked: it computes into the null block.
@@ -320,6 +326,8 @@ class FakeRunner:
                 more[place] = tokens
             else:
                 outcomes += self._advance(row, num)
+                if row.pooling is not None and row.ended:
+                    vectors.append(RowVector(number, vector_of(row.pooling, self._last_hash(row), row.total)))
         for number in guides:
             rows[number].guide = None
         columns = np.array(outcomes, np.int32)
@@ -343,6 +351,7 @@ class FakeRunner:
             finished=columns[4::5].astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
+            vectors=tuple(vectors),
             **self._drafted(work, guesses, more),
         )
 
@@ -432,6 +441,11 @@ class FakeRunner:
                 for table, memory in row.kv:
                     memory[table[position // size]][position % size] = value
         row.computed = end
+        if row.pooling is not None:
+            table, memory = row.kv[0]
+            row.total += sum(memory[table[at // size]][at % size] for at in range(start, end))
+            row.ended = end == len(tokens)
+            return _MASKED
         if end < len(tokens):
             return _MASKED
         token = (((value ^ row.seed) * PRIME) & MASK) >> 44  # as the reference has it
@@ -450,6 +464,11 @@ class FakeRunner:
             row.ended = True
             return token, 1, AT_LENGTH
         return token, 1, RUNNING_ON
+
+    def _last_hash(self, row: _Row) -> int:
+        """What the memory holds of the last token that a row has computed."""
+        table, memory = row.kv[0]
+        return memory[table[(row.computed - 1) // self._size]][(row.computed - 1) % self._size]
 
     def _guided(self, row: _Row, token: int) -> int:
         guide = row.guide

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.pooling import CHOICE, MEAN, PoolingParams
 from paceline.core.sampling import SamplingParams
 from tests.guides import PRIME, FakeGuide
 
@@ -47,6 +51,25 @@ def reference_output(
         salt = unseen(sampling, position, num_prompt, block_size)
         value = (value * PRIME + token + 1 + salt) & MASK
     return output, "length"
+
+
+def reference_vector(prompt: list[int], pooling: PoolingParams, start: int = 0) -> NDArray[np.float32]:
+    """What a request that ends with a vector must end with."""
+    value, total = start, 0
+    for token in prompt:
+        value = (value * PRIME + token + 1) & MASK
+        total += value
+    return vector_of(pooling, value, total)
+
+
+def vector_of(pooling: PoolingParams, last: int, total: int) -> NDArray[np.float32]:
+    """A vector of a row whose last token has the hash `last`, and all its tokens together `total`."""
+    value = (total if pooling.kind == MEAN else last) & MASK
+    if pooling.kind == CHOICE:
+        numbers = [((value ^ token) * PRIME & MASK) >> 48 for token in pooling.token_ids]
+    else:
+        numbers = [value >> shift & 0xFFFF for shift in (0, 16, 32, 48)][: pooling.dimensions]
+    return np.array(numbers, "<f4")
 
 
 def unseen(sampling: SamplingParams, position: int, num_prompt: int, block_size: int) -> int:

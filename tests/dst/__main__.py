@@ -35,6 +35,8 @@ REQUIRED = (
     "slab lost",
     "slab lost by force",
     "wake",
+    "vector",
+    "vector after a preemption",
 )
 
 

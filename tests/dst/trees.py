@@ -32,10 +32,10 @@ def has_trees(seed: int) -> bool:
 class TreeMoves:
     """Moves of one world."""
 
-    def __init__(self, seed: int, world: World) -> None:
+    def __init__(self, seed: int, world: World, allowed: bool) -> None:
         self._world = world
         self._rng = random.Random(seed + 19)
-        self.is_on = has_trees(seed)
+        self.is_on = allowed and has_trees(seed)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Some answers are held at their end."""

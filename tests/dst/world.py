@@ -30,6 +30,7 @@ from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.objectives import REFUSALS, Objectives
+from tests.dst.pooled import Pooled, draw_pools
 from tests.dst.settings import (
     draw_config,
     draw_drafts,
@@ -75,7 +76,8 @@ class World:
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
-        self.config = draw_slabs(seed, draw_adapters(seed, draw_levels(level_rng, self.config)))
+        self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
+        self.config = draw_slabs(seed, draw_pools(seed, self.config))
         self.drops_kv = drops and self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
@@ -86,9 +88,8 @@ class World:
             make_recorder,
             told=not self.drops_kv and not (trees and has_trees(seed)),
         )
-        block_size = self.config.kv.block_size
         key = seed.to_bytes(32, "little", signed=True)
-        maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
+        maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(self.config.kv.block_size, key)
         self.hooks = CursedHooks(maker)
         self.shortage = Shortage(rng, self.trouble.alloc_failure)
         faults = Faults(
@@ -126,9 +127,9 @@ class World:
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
-        self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self)
-        self.trees.is_on &= trees
+        self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self, trees)
         self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
+        self.pooled = Pooled(seed, self.config, self.coverage.counts)
         self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
@@ -302,6 +303,7 @@ class World:
         client.ended = ending
         self._excuse(client, ending)
         client.check_reason(ending)
+        self.pooled.ended(client, ending)
         got = client.tokens
         by_itself = ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if client.held is not None and by_itself:
@@ -310,6 +312,8 @@ class World:
                 raise InvariantViolation(
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
+        elif client.sampling.pooling is not None:
+            expected, reason = [], ending.reason.value
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
             expected, reason = self.alone(client)
             if ending.reason.value != reason:
@@ -407,6 +411,7 @@ class World:
             first, recent = self.keep_rng.randint(0, 2 * size), self.keep_rng.randint(1, 4 * size)
             sampling = replace(sampling, kv_keep=KVKeep(first=first, recent=recent))
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
+        sampling = self.pooled.sampling(sampling)
         try:
             ids = self.engine.add(
                 prompt,

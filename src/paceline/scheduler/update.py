@@ -178,6 +178,7 @@ def _deliver_vectors(state: SchedulerState, result: StepResult, current: Index) 
             request = _owner(state, vector.row)
             request.vector = vector.values.astype("<f4", copy=False).tobytes()
             state.counters.vectors += 1
+            state.counters.pooled_tokens += request.num_prompt
             finish(state, request, FinishReason.STOP)
 
 

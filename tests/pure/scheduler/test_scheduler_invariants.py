@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import i32
+from paceline.core.pooling import PoolingParams
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.dial.engine_dial import DialLimits
 from paceline.scheduler.invariants import INVARIANTS
@@ -293,6 +294,13 @@ def a_first_token_comes_before_admission(planned: PlannedState) -> None:
 @breaks("times_are_in_order", crowded)
 def a_token_comes_without_admission(planned: PlannedState) -> None:
     planned.bench.request(RequestId(2)).first_token_s = 0.0
+
+
+@breaks("what_ends_with_a_vector_has_no_output")
+def a_request_for_a_vector_decodes(planned: PlannedState) -> None:
+    request = planned.bench.request(RequestId(1))
+    request.sampling = replace(request.sampling, pooling=PoolingParams(kind="last"))
+    planned.rows.decoding[request.row] = True
 
 
 @breaks("preemptions_are_bounded")
