@@ -37,6 +37,8 @@ REQUIRED = (
     "wake",
     "vector",
     "vector after a preemption",
+    "items encoded",
+    "picture found encoded",
 )
 
 

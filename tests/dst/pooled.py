@@ -69,7 +69,7 @@ class Pooled:
         if wanted is not None and ending.reason is FinishReason.STOP:
             self._counts["vector"] += 1
             self._counts["vector after a preemption"] += bool(ending.preemptions)
-            expected = reference_vector(client.prompt, wanted, client.start).tobytes()
+            expected = reference_vector(client.prompt, wanted, client.start, client.pictures).tobytes()
         if ending.vector != expected:
             got = np.frombuffer(ending.vector, "<f4").tolist()
             raise InvariantViolation(NAME, f"request {ending.request} ended with {got}: not its vector")

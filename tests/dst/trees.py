@@ -90,6 +90,7 @@ class TreeMoves:
         world.coverage.counts["fork at an earlier token"] += at < len(tokens) - request.num_prompt
         for rid in ids:
             world.expect(rid, begun + append, parent.tenant)
+            world.clients[rid].pictures = parent.pictures
             world.clients[rid].seen = len(begun) + len(append) - start
 
     def _more(self, client: Expectation, seen: int) -> list[int]:

@@ -49,7 +49,7 @@ _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 def can_tell(config: EngineConfig, trouble: Trouble) -> bool:
     """Whether runs like this one are understood here."""
     plain = config.scheduler.mode == "continuous" and len(config.kv.groups) == 1
-    plain &= config.scheduler.drafts is None
+    plain &= config.scheduler.drafts is None and config.scheduler.encoder is None
     return plain and not (
         config.kv.num_host_blocks
         or config.kv.slab_blocks

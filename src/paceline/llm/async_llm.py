@@ -23,7 +23,8 @@ from paceline.core.request import DEFAULT_TENANT, Change, ChangeOutcome
 from paceline.core.sampling import MAX_HOLD_S, RequestOutputKind, SamplingParams
 from paceline.core.service_class import ServiceLevel, class_of
 from paceline.core.tree_limits import MAX_TREE_BRANCHES, TreeLimits
-from paceline.engine.engine import Engine, apply_change
+from paceline.engine.changes import apply_change
+from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.llm.adapters import LoRARequest

@@ -70,6 +70,7 @@ def start_over(state: SchedulerState) -> None:
     kv.reset_cache(below=False)  # what has arrived there was computed by steps that did not fail
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.encodings.reset()
 
 
 def let_go(state: SchedulerState, *, keeps_below: bool) -> None:
@@ -86,6 +87,7 @@ def let_go(state: SchedulerState, *, keeps_below: bool) -> None:
     kv.reset_cache(below=not keeps_below)
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.encodings.reset()
     state.adapters.let_go_of_all()
     state.num_sleeps += 1
     state.keeps_below = keeps_below
