@@ -4,7 +4,7 @@ Its KV memory holds, per slot, a hash of all tokens up to that slot, written and
 the plans. The next token is a function of the hash read back, so a wrong block anywhere changes the output; and
 every step compares the memory a row can see with what its own tokens say it should be (the shadow check, S26).
 Results exist only at `wait`; swaps complete a few steps late and move their data only then. Plain Python lists:
-at the few rows of a test they are faster than arrays.
+at the few rows of a test they are faster than arrays. Pictures: `tests.fake_encoder`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from paceline.core.plan import (
     STOPPED,
     DraftTally,
     Moves,
+    RowVector,
     StepPlan,
     StepResult,
     Swaps,
+    i32,
 )
+from paceline.core.pooling import PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
+from tests.fake_encoder import NO_ENCODER, POISON, FakeEncoder
 from tests.guides import PRIME, VOCAB, FakeGuide
-from tests.reference_output import MASK, stop_bound, unseen
-
-POISON = 0xDEADBEEF  # a slot that was not written must never be read
-
+from tests.reference_output import MASK, stop_bound, unseen, vector_of
 
 _MASKED = (0, 0, RUNNING_ON)  # no token
 
@@ -62,6 +63,7 @@ class Faults:
     late_copies: int = 2  # a copy completes up to this many steps late
     late_moves: int = 0  # one between host and disk, up to this many
     copy_failure: float = 0.0
+    bad_encoding: float = 0.0  # chance of a group that one of its items has unusable numbers
     right_drafts: float = 0.7  # chance of a draft to be the token that comes
 
 
@@ -92,6 +94,9 @@ class _Row:
     adapter: int = 0
     is_predicted: bool = False  # its request came with a prediction: all drafts are from it
     ended: bool = False
+    pooling: PoolingParams | None = None  # of a row that ends with a vector
+    total: int = 0  # of the hashes that it has computed, for a vector of all tokens
+    media: tuple[tuple[int, int, int], ...] = ()  # where its items stand, and their numbers
     sampling: SamplingParams | None = None  # of a row that drops blocks
     num_prompt: int = 0
     dropped: int = 0  # tokens that its tables have no entries for
@@ -125,6 +130,8 @@ class FakeRunner:
         self.guides: dict[int, Mapping[int, Guide]] = {}  # supplied, by step
         # Those in memory, and what the hashes of their rows start from; None: they change nothing.
         self.adapters: dict[int, int] | None = None
+        self.encoder = FakeEncoder(config.scheduler.encoder or NO_ENCODER)
+        self.hold, self.drop = self.encoder.hold, self.encoder.drop
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -132,6 +139,7 @@ class FakeRunner:
         self._decoding: list[int] = []
         self._kv = [[[POISON] * self._size for _ in range(blocks)] for blocks in self._num_blocks]
         self._copies: list[_Copy] = []
+        self.encoder.clear()
         self._guided_rows: set[int] = set()  # as of the last plan submitted
         self._queue.clear()
         self.guides.clear()
@@ -197,7 +205,11 @@ class FakeRunner:
         if len(plan.swap_in.ticket):
             self._start_copies(plan.swap_in, incoming=True, seq=plan.seq)
         tickets, failed = self._finish_copies(plan.seq) if self._copies else ([], [])
+        whole = self.encoder.compute(plan.encodes) if plan.encodes.count else ()
         result = self._compute(plan, tickets)
+        if whole and self.faults.bad_encoding and self.faults.rng.random() < self.faults.bad_encoding:
+            self.nan_rows += 1
+            result = result._replace(bad_encodings=i32([self.faults.rng.choice(whole)]))
         return result._replace(copies_failed=np.array(failed, np.int32)) if failed else result
 
     def _apply_rows(self, plan: StepPlan) -> None:
@@ -231,8 +243,11 @@ class FakeRunner:
             adapter = int(joins.adapter[at]) if len(joins.adapter) else 0
             value, hashes = self._adapter(row, adapter), []
             size, sampling, num_prompt = self._size, joins.sampling[at], int(joins.num_prompt[at])
+            media = joins.media[at] if joins.media else ()
+            seen = self.encoder.expected(media)
             for position, token in enumerate(tokens):
-                salt = 0 if sampling.kv_keep is None else unseen(sampling, position, num_prompt, size)
+                salt = seen.get(position, 0)
+                salt += 0 if sampling.kv_keep is None else unseen(sampling, position, num_prompt, size)
                 value = (value * PRIME + token + 1 + salt) & MASK
                 hashes.append(value)
             tables: list[list[int]] = [[] for _ in self._windows]
@@ -248,6 +263,8 @@ class FakeRunner:
                 is_guided=sampling.structured_outputs is not None,
                 adapter=adapter,
                 is_predicted=bool(sampling.prediction),
+                pooling=sampling.pooling,
+                media=media,
                 sampling=None if sampling.kv_keep is None else sampling,
                 num_prompt=num_prompt,
                 tables=tables,
@@ -305,6 +322,7 @@ class FakeRunner:
             self._check_step(work)
         outcomes: list[int] = []  # row, generation, token, count and ending of each
         more: dict[int, list[int]] = {}  # tokens of rows whose first draft was right
+        vectors: list[RowVector] = []
         for place, (number, row, num) in enumerate(work):
             outcomes += (number, row.generation)
             # An ended row is masked: it computes into the null block.
@@ -313,12 +331,16 @@ class FakeRunner:
                 continue
             if row.adapter:
                 self._adapter(number, row.adapter)
+            if row.media:
+                self.encoder.check(number, row.media, row.computed, row.computed + num)
             if number in guesses and place < len(self._decoding):
                 tokens, ending = self._verify(row, guesses[number])
                 outcomes += (tokens[0], len(tokens), ending)
                 more[place] = tokens
             else:
                 outcomes += self._advance(row, num)
+                if row.pooling is not None and row.ended:
+                    vectors.append(self._vector(number, row.pooling))
         for number in guides:
             rows[number].guide = None
         columns = np.array(outcomes, np.int32)
@@ -342,6 +364,7 @@ class FakeRunner:
             finished=columns[4::5].astype(np.uint8),
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
+            vectors=tuple(vectors),
             **self._drafted(work, guesses, more),
         )
 
@@ -431,6 +454,11 @@ class FakeRunner:
                 for table, memory in row.kv:
                     memory[table[position // size]][position % size] = value
         row.computed = end
+        if row.pooling is not None:
+            table, memory = row.kv[0]
+            row.total += sum(memory[table[at // size]][at % size] for at in range(start, end))
+            row.ended = end == len(tokens)
+            return _MASKED
         if end < len(tokens):
             return _MASKED
         token = (((value ^ row.seed) * PRIME) & MASK) >> 44  # as the reference has it
@@ -449,6 +477,12 @@ class FakeRunner:
             row.ended = True
             return token, 1, AT_LENGTH
         return token, 1, RUNNING_ON
+
+    def _vector(self, number: int, pooling: PoolingParams) -> RowVector:
+        """Of a row that has computed its prompt, from what the memory holds."""
+        (table, memory), last = self._rows[number].kv[0], self._rows[number].computed - 1
+        found = memory[table[last // self._size]][last % self._size]
+        return RowVector(number, vector_of(pooling, found, self._rows[number].total))
 
     def _guided(self, row: _Row, token: int) -> int:
         guide = row.guide

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.pooling import CHOICE, MEAN, PoolingParams
 from paceline.core.sampling import SamplingParams
+from paceline.core.stretch import MediaPart
 from tests.guides import PRIME, FakeGuide
 
 MASK = (1 << 64) - 1
+NONE: Mapping[int, int] = MappingProxyType({})
+
+
+def picture_vector(content: bytes, index: int) -> int:
+    """A picture's vector number `index`: a number, for a runner without a model."""
+    return zlib.crc32(b"%d:" % index + content)
+
+
+def vectors_of(parts: Sequence[MediaPart]) -> dict[int, int]:
+    """By position, the vectors of a prompt's pictures."""
+    return {
+        start + index: picture_vector(given.content, index)
+        for start, given in parts
+        for index in range(given.outputs)
+    }
 
 
 def reference_output(
@@ -16,16 +40,18 @@ def reference_output(
     block_size: int = 1,
     before: int = 0,
     start: int = 0,
+    pictures: Mapping[int, int] = NONE,
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
     With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
     `block_size` counts for a request that drops blocks, and so does how much of its prompt is output (`before`).
-    `start`: what its adapter stands for.
+    `start`: what its adapter stands for. `pictures`: by position, the vector that stands there.
     """
     value, num_prompt = start, len(prompt) - before
     for position, token in enumerate(prompt):
         salt = unseen(sampling, position, num_prompt, block_size) if before else 0
+        salt += pictures.get(position, 0)
         value = (value * PRIME + token + 1 + salt) & MASK
     seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
     output: list[int] = []
@@ -47,6 +73,27 @@ def reference_output(
         salt = unseen(sampling, position, num_prompt, block_size)
         value = (value * PRIME + token + 1 + salt) & MASK
     return output, "length"
+
+
+def reference_vector(
+    prompt: list[int], pooling: PoolingParams, start: int = 0, pictures: Mapping[int, int] = NONE
+) -> NDArray[np.float32]:
+    """What a request that ends with a vector must end with."""
+    value, total = start, 0
+    for position, token in enumerate(prompt):
+        value = (value * PRIME + token + 1 + pictures.get(position, 0)) & MASK
+        total += value
+    return vector_of(pooling, value, total)
+
+
+def vector_of(pooling: PoolingParams, last: int, total: int) -> NDArray[np.float32]:
+    """A vector of a row whose last token has the hash `last`, and all its tokens together `total`."""
+    value = (total if pooling.kind == MEAN else last) & MASK
+    if pooling.kind == CHOICE:
+        numbers = [((value ^ token) * PRIME & MASK) >> 48 for token in pooling.token_ids]
+    else:
+        numbers = [value >> shift & 0xFFFF for shift in (0, 16, 32, 48)][: pooling.dimensions]
+    return np.array(numbers, "<f4")
 
 
 def unseen(sampling: SamplingParams, position: int, num_prompt: int, block_size: int) -> int:

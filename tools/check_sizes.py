@@ -30,6 +30,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("src/paceline/config/options.py::option", "parameters"): "a keyword for each fact about an option",
     ("src/paceline/factory.py::build_engine", "parameters"): "a keyword for each part a caller may replace",
     (
+        "src/paceline/engine/engine.py::Engine.add",
+        "parameters",
+    ): "a keyword for each thing a prompt may come with",
+    (
         "src/paceline/runner/gpu/runner.py::GPURunner.__init__",
         "parameters",
     ): "a keyword for each part that a runner may have",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from paceline.audit.ring import DecisionRing
 from paceline.config.engine import (
@@ -35,7 +35,7 @@ from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_co
 from paceline.core.clock import Clock, MonotonicClock
 from paceline.core.counters import CPUWork
 from paceline.core.guide import GuideMaker
-from paceline.core.plan import Runner, StepChecker
+from paceline.core.plan import MediaRunner, Runner, StepChecker
 from paceline.core.recorder import StepRecorder
 from paceline.core.request import RequestHooks
 from paceline.core.standing import Pulse, Sleeper
@@ -44,6 +44,7 @@ from paceline.engine.adapters import AdapterMemory, Adapters, first_adapters
 from paceline.engine.decode_time import decode_seconds
 from paceline.engine.engine import Engine
 from paceline.engine.guides import Guides
+from paceline.engine.media import Media
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import ConfigError
 from paceline.kv.block_pool import BlockPool
@@ -52,6 +53,7 @@ from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
 from paceline.runner.cpu_backend import CPUBackend, check_encoder, encoder_backend
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
+from paceline.scheduler.encodings import Encodings
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
 from paceline.scheduler.policy import make_policy
@@ -107,6 +109,7 @@ def build_scheduler(
         mode=mode,
         clock=clock,
         hooks=hooks,
+        encodings=Encodings(config.scheduler.encoder, make_pool),
     )
     return Scheduler(state)
 
@@ -154,6 +157,8 @@ def build_engine(
     engine.adapters = make_adapters(scheduler)
     if isinstance(hooks, PrefixKeyHooks):
         hooks.identity_of = engine.adapters.identity_of
+        if config.scheduler.encoder is not None:
+            engine.media = Media(scheduler, cast(MediaRunner, runner), hooks.media_key)
     return engine
 
 

@@ -35,6 +35,10 @@ REQUIRED = (
     "slab lost",
     "slab lost by force",
     "wake",
+    "vector",
+    "vector after a preemption",
+    "items encoded",
+    "picture found encoded",
 )
 
 

@@ -37,6 +37,9 @@ class Coverage:
             counts["steps with 8 or more rows"] += 1
         if len(plan.block_copies.row):
             counts["copy-on-write"] += len(plan.block_copies.row)
+        if plan.encodes.count:
+            counts["steps that encode"] += 1
+            counts["items encoded"] += len(plan.encodes.joins)
         counts["store"] += len(plan.store.disk)
         counts["drop"] += len(plan.drops.row)
         counts["fetch"] += len(plan.fetch.disk)
@@ -48,6 +51,10 @@ class Coverage:
                 counts["resume"] += 1
             elif decision.kind is DecisionKind.DIAL:
                 counts[f"dial: {decision.reason.value}"] += 1
+            elif decision.kind is DecisionKind.ENCODE:
+                counts[f"picture {decision.reason.value}"] += 1
+            elif decision.reason.startswith("pages:"):
+                counts["preempted for pages"] += 1
             elif decision.reason.startswith("place:"):
                 counts["place taken"] += 1
         for recorder in self._further:

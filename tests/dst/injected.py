@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paceline.core.request import BlockKey, Request
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.kv.block_pool import BlockPool
-from paceline.kv.prefix import KeyMaker
+from paceline.kv.prefix import NO_MARKS, KeyMaker
 from paceline.scheduler.state import SchedulerState
 
 
@@ -83,9 +83,15 @@ class CursedHooks(PrefixKeyHooks):
 class CollidingKeyMaker(KeyMaker):
     """Every block gets the same key; the payload keeps the true chain."""
 
-    def extend(self, keys: Sequence[BlockKey], tokens: NDArray[np.int32], root: bytes) -> list[BlockKey]:
+    def extend(
+        self,
+        keys: Sequence[BlockKey],
+        tokens: NDArray[np.int32],
+        root: bytes,
+        marks: Mapping[int, bytes] = NO_MARKS,
+    ) -> list[BlockKey]:
         true = [BlockKey(key.payload[-32:], key.payload[:-32]) for key in keys]
-        made = super().extend(true, tokens, root)
+        made = super().extend(true, tokens, root, marks)
         return [BlockKey(bytes(32), key.payload + key.key) for key in made]
 
 

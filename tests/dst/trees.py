@@ -31,10 +31,10 @@ def has_trees(seed: int) -> bool:
 class TreeMoves:
     """Moves of one world."""
 
-    def __init__(self, seed: int, world: World) -> None:
+    def __init__(self, seed: int, world: World, allowed: bool) -> None:
         self._world = world
         self._rng = random.Random(seed + 19)
-        self.is_on = has_trees(seed)
+        self.is_on = allowed and has_trees(seed)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Some answers are held at their end."""
@@ -89,6 +89,7 @@ class TreeMoves:
         world.coverage.counts["fork at an earlier token"] += at < len(tokens) - request.num_prompt
         for rid in ids:
             world.expect(rid, begun + append, parent.tenant)
+            world.clients[rid].pictures = parent.pictures
             world.clients[rid].seen = len(begun) + len(append) - start
 
     def _more(self, client: Expectation, seen: int) -> list[int]:

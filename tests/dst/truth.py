@@ -49,7 +49,7 @@ _JOINED = (DecisionKind.ADMIT, DecisionKind.RESUME)
 def can_tell(config: EngineConfig, trouble: Trouble) -> bool:
     """Whether runs like this one are understood here."""
     plain = config.scheduler.mode == "continuous" and len(config.kv.groups) == 1
-    plain &= config.scheduler.drafts is None
+    plain &= config.scheduler.drafts is None and config.scheduler.encoder is None
     return plain and not (
         config.kv.num_host_blocks
         or config.kv.slab_blocks
@@ -154,7 +154,7 @@ class Truth:
         for time_s, given in inputs:
             match given:
                 case AddRequest():
-                    max_total = given.num_prompt + given.max_tokens
+                    max_total = given.num_prompt + (0 if given.pooling else given.max_tokens)
                     known = Known(given.num_prompt, max_total, given.num_tokens, given.parent, ())
                     self._requests[given.id] = known
                     self._learn(known, given.keys)
@@ -181,6 +181,7 @@ class Truth:
         self._completed = seq
         self._settle()
         result = self._results.pop(seq)
+        pooled = {vector.row for vector in result.vectors}
         columns = (result.rows, result.generation, result.count, result.finite, result.finished)
         for row, generation, count, finite, end in zip(*(column.tolist() for column in columns), strict=True):
             tracked = self._rows.get(row)
@@ -189,8 +190,9 @@ class Truth:
             known = self._requests[tracked.owner]
             if finite:
                 known.num_tokens += count
-            if not finite or end == STOPPED or known.num_tokens >= known.max_total:
-                well = Rule.STOP if end == STOPPED else Rule.LENGTH
+            at_length = count and known.num_tokens >= known.max_total
+            if not finite or end == STOPPED or at_length or row in pooled:
+                well = Rule.VECTOR if row in pooled else Rule.STOP if end == STOPPED else Rule.LENGTH
                 known.ends_by = (well if finite else Rule.NUMERICAL_ERROR,)
                 self._leave(tracked.owner)
 

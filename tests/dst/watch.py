@@ -40,6 +40,9 @@ class Expectation:
     before: int = 0  # output tokens that have become part of its prompt: something was put in behind them
     coming: list[int] = field(default_factory=list)  # tokens that were put in and are still to be delivered
     start: int = 0  # what its adapter stands for
+    pictures: dict[int, int] = field(
+        default_factory=dict
+    )  # by position of its prompt, the vector that stands there
 
     def continues(self, injected: list[int], request: Request) -> None:
         """Tokens were put behind its own: from there on it is like a request with all of them as its prompt."""
@@ -196,6 +199,9 @@ def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> Non
             raise InvariantViolation("L4", f"{group.pool.usable - group.pool.num_free} blocks are lost")
     leftovers = (state.requests, state.orders, state.prefilling, state.children, state.computing)
     held = (len(state.queue), state.rows.num_live, state.kv.fences, state.kv.tickets.open)
+    encodings = state.encodings
+    if encodings.pool.num_free != encodings.pool.usable or encodings.rows or encodings.unfinished:
+        raise InvariantViolation("L4", "pages of vectors are lost")
     if any(leftovers) or any(held) or state.adapters.rows or state.adapters.users:
         raise InvariantViolation("L4", "something of a request is left behind")
     if any(part.num_free != part.num_places for level in state.kv.levels[1:] for part in level):

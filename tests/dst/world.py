@@ -29,7 +29,9 @@ from tests.dst.adapters import AdapterMoves, draw_adapters
 from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
+from tests.dst.media import Media, draw_encoder
 from tests.dst.objectives import REFUSALS, Objectives
+from tests.dst.pooled import Pooled, draw_pools
 from tests.dst.settings import (
     draw_config,
     draw_drafts,
@@ -67,28 +69,25 @@ class World:
         drafts: bool = True,
         trees: bool = True,
         drops: bool = True,
+        media: bool = True,
     ) -> None:
-        """`drafts`, `trees`, `drops`: False: there are none, whatever the seed says."""
+        """`drafts`, `trees`, `drops`, `media`: False: there are none, whatever the seed says."""
         self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         self.config = draw_steering(seed, draw_pace(random.Random(seed + 2), draw_config(rng)))
         if drafts:
             self.config = draw_drafts(random.Random(seed + 11), self.config)
         level_rng = random.Random(seed + 19)
-        self.config = draw_slabs(seed, draw_adapters(seed, draw_levels(level_rng, self.config)))
+        self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
+        self.config = draw_encoder(seed, draw_slabs(seed, draw_pools(seed, self.config)), media)
         self.drops_kv = drops and self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        self.coverage = Coverage(
-            self.config,
-            self.trouble,
-            make_recorder,
-            told=not self.drops_kv and not (trees and has_trees(seed)),
-        )
-        block_size = self.config.kv.block_size
+        told = not self.drops_kv and not (trees and has_trees(seed))
+        self.coverage = Coverage(self.config, self.trouble, make_recorder, told=told)
         key = seed.to_bytes(32, "little", signed=True)
-        maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(block_size, key)
+        maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(self.config.kv.block_size, key)
         self.hooks = CursedHooks(maker)
         self.shortage = Shortage(rng, self.trouble.alloc_failure)
         faults = Faults(
@@ -126,9 +125,10 @@ class World:
         self.due: set[int] = set()  # those that were ever given a deadline
         vocabulary = 3 if rng.random() < 0.3 else 1000
         self.prefixes = [[rng.randrange(vocabulary) for _ in range(64)] for _ in range(traffic.num_prefixes)]
-        self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self)
-        self.trees.is_on &= trees
+        self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self, trees)
         self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
+        self.media = Media(seed, self.config, self.runner, self.coverage.counts)
+        self.pooled = Pooled(seed, self.config, self.coverage.counts)
         self.acts = self._acts()
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
@@ -302,6 +302,7 @@ class World:
         client.ended = ending
         self._excuse(client, ending)
         client.check_reason(ending)
+        self.pooled.ended(client, ending)
         got = client.tokens
         by_itself = ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if client.held is not None and by_itself:
@@ -310,6 +311,8 @@ class World:
                 raise InvariantViolation(
                     "O1", f"request {ending.request} was held and ended by {ending.detail}"
                 )
+        elif client.sampling.pooling is not None:
+            expected, reason = [], ending.reason.value
         elif by_itself and (client.stop_at is None or ending.reason is FinishReason.LENGTH):
             expected, reason = self.alone(client)
             if ending.reason.value != reason:
@@ -325,7 +328,7 @@ class World:
         """What a client gets from an engine that has nothing else to do."""
         size, before = self.config.kv.block_size, client.before
         return reference_output(
-            client.prompt, client.sampling, at_most, client.seen, size, before, client.start
+            client.prompt, client.sampling, at_most, client.seen, size, before, client.start, client.pictures
         )
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
@@ -407,6 +410,8 @@ class World:
             first, recent = self.keep_rng.randint(0, 2 * size), self.keep_rng.randint(1, 4 * size)
             sampling = replace(sampling, kv_keep=KVKeep(first=first, recent=recent))
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
+        sampling = self.pooled.sampling(sampling)
+        media = self.media.draw(prompt)
         try:
             ids = self.engine.add(
                 prompt,
@@ -415,6 +420,7 @@ class World:
                 service_level=service_level,
                 tree=limits,
                 adapter=self.adapters.choose(),
+                media=media,
             )
         except REFUSALS:
             self.check_refusal(before)
@@ -422,6 +428,8 @@ class World:
         self._check_queue()
         for rid in ids:
             self.expect(rid, prompt, tenant)
+            request = self.engine.scheduler.state.requests[rid]
+            self.clients[rid].pictures = self.media.expect(request, media, tenant)
 
     def _structure(self) -> Structure:
         rng = self.guide_rng
@@ -489,6 +497,7 @@ class World:
         for rid in ids:
             self.expect(rid, tokens, parent.tenant)
             self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
+            self.clients[rid].pictures = parent.pictures
 
     def _prune(self) -> None:
         state = self.engine.scheduler.state

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import (
+    EncoderWork,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -151,6 +152,8 @@ def config_of(value: Json) -> EngineConfig:
         lists = {name: tuple(drafts.get(name, ())) for name in ("sizes", "seconds")}
         scheduler["drafts"] = DraftConfig(**{**drafts, **lists})
     scheduler["pools"] = tuple(scheduler.get("pools", ()))
+    if scheduler.get("encoder") is not None:
+        scheduler["encoder"] = EncoderWork(**scheduler["encoder"])
     if scheduler.get("preemption_costs") is not None:
         costs = {name: float(value) for name, value in scheduler["preemption_costs"].items()}
         scheduler["preemption_costs"] = PreemptionCosts(**costs)
@@ -211,6 +214,8 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "tree": tuple,
     "kv_keep": tuple,
     "pooling": lambda pooled: (pooled[0], tuple(pooled[1])),
+    "media": lambda items: tuple((bytes.fromhex(key), units, outputs) for key, units, outputs in items),
+    "stretches": lambda stretches: tuple(map(tuple, stretches)),
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,
@@ -267,6 +272,9 @@ def _encode_part(part: object) -> dict[str, Json]:
         elif isinstance(value, np.ndarray):
             if len(value) and not (name in _ZERO_IF_ABSENT and not value.any()):
                 encoded[name] = value.tolist()
+        elif type(value) is tuple:
+            if value:
+                encoded[name] = plain(value)
         elif inner := _encode_part(value):
             encoded[name] = inner
     return encoded
@@ -297,6 +305,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
         encoded["copies_failed"] = result.copies_failed.tolist()
     if result.disk_is_off:
         encoded["disk_is_off"] = True
+    if len(result.bad_encodings):
+        encoded["bad_encodings"] = result.bad_encodings.tolist()
     if result.vectors:
         encoded["vectors"] = pack(i32(vector.row for vector in result.vectors))
     times = result.times
@@ -335,6 +345,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),
         drafts=None if drafts is None else DraftTally(*map(unpack, drafts)),
+        bad_encodings=np.array(value.get("bad_encodings", []), np.int32),
         vectors=tuple(RowVector(row, NO_TRUST) for row in _column(value, "vectors", EMPTY).tolist()),
     )
     columns: list[NDArray[Any]] = [result.generation, result.count, result.finished, result.finite]

@@ -22,6 +22,7 @@ from paceline.errors import InputError
 
 _CAUSES = {
     "place": "which goes before it and needed its place",
+    "pages": "it held vectors in pages that another request needed",
     "forced": "it was told to",
     "paused": "it was paused",
     "step_failed": "the step it was in failed",
@@ -47,11 +48,14 @@ _CUTS = {
     Rule.BUDGET: "the step's tokens were used up",
     Rule.SHARE: "it had the share of a step that one prompt gets while others wait",
     Rule.BLOCKS: "no block was free",
+    Rule.GROUP: "its next picture was being encoded",
+    Rule.PAGES: "there was no room for the vectors of its next picture",
 }
 _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
+    Rule.MEDIA: "it has pictures that this engine cannot encode",
     Rule.POOLING: "it wanted a vector that this engine does not make",
     Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
@@ -219,6 +223,15 @@ def _chunk(run: list[Decision], past: list[Decision]) -> str:
     )
 
 
+def _encode(run: list[Decision], past: list[Decision]) -> str:
+    how = "was encoded" if run[0].reason is Rule.ENCODED else "was found encoded"
+    return "; ".join(f"its {_words(each)} {how} {each.detail.partition(': ')[2]}" for each in run)
+
+
+def _words(decision: Decision) -> str:
+    return f"{decision.detail.partition(': ')[0]} ({_count(decision.value, 'token')})"
+
+
 def _stall(run: list[Decision], past: list[Decision]) -> str:
     decision, last = run[0], run[-1]
     when = (
@@ -294,6 +307,7 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.DEFER: _defer,
     DecisionKind.LOAD: _load,
     DecisionKind.CHUNK: _chunk,
+    DecisionKind.ENCODE: _encode,
     DecisionKind.STALL: _stall,
     DecisionKind.PREEMPT: _preempt,
     DecisionKind.CHANGE: _change,

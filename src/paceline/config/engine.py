@@ -170,6 +170,24 @@ class PreemptionCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderWork:
+    """The encoder of a model that sees pictures, and what its work takes."""
+
+    layers: int
+    num_pages: int  # in memory, for its vectors
+    max_units: int  # of a group of items, unless one of them has more
+    page_vectors: int = 64
+    token_positions: float = 1.0  # positions of its line that take as long as a token of a prompt
+    product_share: float = 0.0  # of the time of a position, more for each unit that it attends to
+
+    def positions_of_a_token(self, products: int) -> float:
+        return self.token_positions / (1.0 + self.product_share * products)
+
+    def pages_of(self, outputs: int) -> int:
+        return -(-outputs // self.page_vectors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How steps are composed and which request goes first."""
 
@@ -332,6 +350,7 @@ class SchedulerConfig:
     drafts: DraftConfig | None = None  # None: one token per row and step
     pools: tuple[str, ...] = ()  # kinds of vectors that the runner makes; see core.pooling
     only_pools: bool = False  # and nothing else
+    encoder: EncoderWork | None = None  # None: there are no pictures
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -82,6 +82,7 @@ class Counters:
     forked: int = 0
     extended: int = 0  # times that tokens were put into a request
     vectors: int = 0  # requests that ended with one
+    pooled_tokens: int = 0  # of their prompts
     held: int = 0  # times that one was kept at its end
     holding: int = 0  # that are kept now
     late_results: int = 0

@@ -122,6 +122,7 @@ class DecisionKind(StrEnum):
     DIAL = "dial"  # about no request: the limits of steps were moved
     POLICY = "policy"  # about no request: others go first
     LOAD = "load"  # of what lower levels hold of its prompt: loaded, waited for or computed
+    ENCODE = "encode"  # an item of its prompt has vectors
     DRAFT = "draft"  # about no request: rows may have more drafts in a step, or fewer
 
 
@@ -156,6 +157,11 @@ class Rule(StrEnum):
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
     SHARE = "share"  # others wait: one prompt takes no more of a step
+    GROUP = "group"  # chunk: its next item is not encoded yet
+    PAGES = "pages"  # chunk: there is no room yet for the vectors of its next item
+    # encode
+    ENCODED = "encoded"
+    FOUND_ENCODED = "found encoded"  # it was encoded before, or for another request
     # load
     LOADS = "sooner than computing"
     COMPUTES = "computing is sooner"
@@ -165,6 +171,8 @@ class Rule(StrEnum):
     BLOCKS_SWAP = "blocks:swap"
     PLACE_RECOMPUTE = "place:recompute"  # a waiting request that outranks it took its place
     PLACE_SWAP = "place:swap"
+    PAGES_RECOMPUTE = "pages:recompute"  # the first in order needs the pages of vectors that it holds
+    PAGES_SWAP = "pages:swap"
     FORCED_RECOMPUTE = "forced:recompute"
     FORCED_SWAP = "forced:swap"
     PAUSED_RECOMPUTE = "paused:recompute"
@@ -196,6 +204,7 @@ class Rule(StrEnum):
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity"
     KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
+    MEDIA = "media"  # it has items that this engine cannot encode
     POOLING = "pooling"  # it wants a vector, and this engine makes none of that kind
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
@@ -239,6 +248,7 @@ class Decision(NamedTuple):
     | load           | tokens                         |                                    | expected, of loading|
     | finish, refuse | tokens generated; requested    |                                    |                     |
     | dial           | thousandths of the dial        |                                    | the p99 observed    |
+    | encode         | vectors                        |                                    |                     |
     | draft          | most drafts of a row           |                                    |                     |
     """
 

@@ -19,6 +19,7 @@ from paceline.core.pooling import PoolingParams
 from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, TreeLimits, named_keys
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
+from paceline.core.stretch import MediaItem, Stretch, StretchKind
 
 
 class Input:
@@ -74,6 +75,8 @@ class AddRequest(Input):
     kv_keep: tuple[int, int] | None = None  # first and recent tokens whose KV is kept; None: all are
     # It ends with a vector: the kind, and the token ids of choice.
     pooling: tuple[str, tuple[int, ...]] | None = None
+    media: tuple[tuple[bytes, int, int], ...] = ()  # of each item: its key, units, vectors
+    stretches: tuple[tuple[int, int, int, int], ...] = ()  # start, end, kind, place among the items
 
     @classmethod
     def of(cls, request: Request, together: int) -> AddRequest:
@@ -104,6 +107,8 @@ class AddRequest(Input):
             cache_share=wanted.cache_share,
             kv_keep=None if kept is None else (kept.first, kept.recent),
             pooling=None if pooled is None else (pooled.kind, pooled.token_ids),
+            media=tuple([(item.key, item.units, item.outputs) for item in request.media]),
+            stretches=tuple([(start, end, int(kind), item) for start, end, kind, item in request.stretches]),
         )
 
     def make_request(self) -> Request:
@@ -137,6 +142,10 @@ class AddRequest(Input):
         )
         request.num_prompt, request.parent = self.num_prompt, self.parent
         request.model, request.adapter = self.model, self.adapter
+        request.media = tuple([MediaItem(key=key, units=units, outputs=n) for key, units, n in self.media])
+        request.stretches = tuple(
+            [Stretch(start, end, StretchKind(kind), item) for start, end, kind, item in self.stretches]
+        )
         request.shares = self.num_prompt if self.shares is None else self.shares
         request.score = self.score
         if self.tree is not None:

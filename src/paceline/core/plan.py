@@ -2,8 +2,8 @@
 
 Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
 before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
-drops, block appends, swap-outs, block copies, swap-ins, then the computation. Moves between host and disk touch nothing
-that these do: a place is taken or given back only with a ticket.
+drops, block appends, swap-outs, block copies, swap-ins, encodes, then the computation. Moves between host and disk
+touch nothing that these do: a place is taken or given back only with a ticket.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paceline.core.guide import Guide
 from paceline.core.request import BlockKey
 from paceline.core.sampling import SamplingParams
 from paceline.core.store import BlockHead
+from paceline.core.stretch import MediaInput
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -67,6 +68,8 @@ class RowJoins:
     adapter: I32 = field(default_factory=_empty)
     # Rows of one number may draft from each other's texts; empty where no drafts are made.
     texts: I64 = field(default_factory=_empty_wide)
+    # Of each row, where its items begin and end and their numbers; empty where no row has any.
+    media: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     sampling: tuple[SamplingParams, ...] = ()
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
 
@@ -157,6 +160,28 @@ class Moves:
         return [BlockHead(key.key, key.check, uses) for key, uses in pairs]
 
 
+class EncodeJoin(NamedTuple):
+    """An item of a group that starts. Its vectors go into these pages, in their order."""
+
+    media: int  # the number under which the runner holds it
+    units: int
+    outputs: int
+    pages: tuple[int, ...]
+
+
+@value
+class Encodes:
+    """What is computed of the group of items that is being encoded: `count` positions of its line from `first` on.
+
+    The line has 2 x layers x units positions: for each layer the keys and values of all units, then attention and what
+    follows unit by unit. With the last of them the vectors are in their pages, for the computation of this step too.
+    """
+
+    joins: tuple[EncodeJoin, ...] = ()  # a group starts; the one before it is complete, or no longer needed
+    first: int = 0
+    count: int = 0
+
+
 @value
 class StepWork:
     """How much a step computes: what a cost model and a kernel choice need, summed while planning."""
@@ -167,6 +192,13 @@ class StepWork:
     prefill_context_products: int = 0  # sum over these tokens of the context each attends to
     logit_rows: int = 0  # rows that are sampled
     swap_blocks: int = 0  # 0 where prefixes move too: copies then run beside steps
+    encode_positions: int = 0
+    encode_products: int = 0  # pairs of a position and a unit it attends to
+
+    @property
+    def has_more(self) -> bool:
+        """It does what no size of a step is learned from."""
+        return self.swap_blocks > 0 or self.encode_positions > 0
 
 
 # Kinds of drafts: the source, how sure it is, and how the row's last draft fared.
@@ -192,7 +224,7 @@ NO_TRUST.flags.writeable = False
 # Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
 NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
 NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
-NO_MOVES, NO_DROPS = Moves(), RowDrops()
+NO_MOVES, NO_DROPS, NO_ENCODES = Moves(), RowDrops(), Encodes()
 
 
 class StepPlan(NamedTuple):
@@ -212,6 +244,7 @@ class StepPlan(NamedTuple):
     store: Moves = NO_MOVES  # from the host to the disk
     fetch: Moves = NO_MOVES  # from the disk to the host
     drops: RowDrops = NO_DROPS
+    encodes: Encodes = NO_ENCODES
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
     work: StepWork = NO_WORK
@@ -299,6 +332,7 @@ class StepResult(NamedTuple):
     copies_failed: I32 = EMPTY
     disk_is_off: bool = False  # it failed too often: every ticket of it will fail from now on
     vectors: tuple[RowVector, ...] = ()  # of pooled rows whose prompt is computed
+    bad_encodings: I32 = EMPTY  # items of the group that this step completes whose numbers are not usable
 
 
 class Pending(Protocol):
@@ -320,6 +354,16 @@ class Runner(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Pending: ...
+
+
+class MediaRunner(Protocol):
+    """A runner that sees pictures. What it holds outlives a reset."""
+
+    def hold(self, media: int, given: MediaInput) -> None:
+        """Keep what an item is made from under its number, until it is dropped."""
+        ...
+
+    def drop(self, media: int) -> None: ...
 
 
 class StepChecker(Protocol):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
+from paceline.core.stretch import MediaItem, Stretch
 from paceline.errors import InvalidRequest
 
 MAX_TREE_BRANCHES = 256
@@ -176,6 +177,7 @@ class Request:
         "id",
         "joined_at",
         "keys",
+        "media",
         "model",
         "num_cached",
         "num_computed",
@@ -191,6 +193,7 @@ class Request:
         "shares",
         "state",
         "step_failures",
+        "stretches",
         "tenant",
         "tokens",
         "tree",
@@ -223,6 +226,8 @@ class Request:
         self.keys = list(keys)  # one per full block of tokens, as far as known
         self.model = 0
         self.adapter = 0
+        self.media: tuple[MediaItem, ...] = ()
+        self.stretches: tuple[Stretch, ...] = ()  # of its prompt, in order
         self.parent: RequestId | None = None
         self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it

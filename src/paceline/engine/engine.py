@@ -26,20 +26,19 @@ from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
     DEFAULT_TENANT,
     BranchState,
-    Change,
-    ChangeOutcome,
     Request,
     RequestHooks,
     RequestId,
-    RequestState,
     TreeLimits,
     sooner,
 )
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import ALL_LOST
+from paceline.core.stretch import MediaPart
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
+from paceline.engine.media import Media
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 
@@ -90,6 +89,7 @@ class Engine:
         self.watcher: StepWatcher | None = None  # None, most of the time
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
+        self.media = Media(scheduler)
         self.on_close: Callable[[], object] = lambda: None  # called last, once
         self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
@@ -109,14 +109,15 @@ class Engine:
         arrival_s: float | None = None,
         tree: TreeLimits | None = None,
         adapter: int = NO_ADAPTER,
+        media: Sequence[MediaPart] = (),
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
 
         `tree`: what these branches, and all that are forked from them, may have together. `adapter`: its number, see
-        `adapters`.
+        `adapters`. `media`: pictures, in the order of the prompt; their tokens stand in it.
         """
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        branches = self._family(tokens, sampling, tenant, service_level, arrival_s, adapter)
+        branches = self._family(tokens, sampling, tenant, service_level, arrival_s, adapter, media)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s = due_s
@@ -125,6 +126,8 @@ class Engine:
         if self.on_forecast is not None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
         self.scheduler.add(branches)
+        if media:
+            self.media.hold(branches[0], media)
         if sampling.structured_outputs is not None:
             self.guides.add(branches, guide)
         return [branch.id for branch in branches]
@@ -158,6 +161,7 @@ class Engine:
         service_level: ServiceLevel,
         arrival_s: float,
         adapter: int,
+        media: Sequence[MediaPart] = (),
     ) -> list[Request]:
         """The branches of a request, the others children of the first."""
         self.adapters.check(adapter)
@@ -166,6 +170,8 @@ class Engine:
         for branch in branches:
             branch.tenant, branch.service_level, branch.arrival_s = tenant, service_level, arrival_s
             branch.adapter = adapter
+            if media:
+                self.media.attach(branch, media)
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
@@ -224,6 +230,7 @@ class Engine:
             branch.branch = parent.branches + 1 + index
             branch.tenant, branch.service_level = parent.tenant, parent.service_level
             branch.adapter = parent.adapter
+            branch.media, branch.stretches = parent.media, parent.stretches
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
             branch.shares, branch.score = kept, score
             branch.keys = parent.keys[: kept // block_size]
@@ -375,6 +382,7 @@ class Engine:
         self._runner.reset(StepPlan(seq=self.num_submitted, full=True))  # no copy is under way behind this
         self.scheduler.sleep(levels_lost=levels_lost)
         self.adapters.obey()
+        self.media.sleep()
         self._runner = _NoRunner()
         if self.checker is not None:
             self.checker.after_update(None)
@@ -384,6 +392,7 @@ class Engine:
         assert self.is_asleep, "it has a runner"
         runner.reset(StepPlan(seq=self.num_submitted, full=True))
         self._runner = runner
+        self.media.wake(runner)
 
     def move_slab(self, number: int, *, gained: bool) -> bool:
         """Blocks come from another model or go to it. False: a copy under way needs some of those that should go."""
@@ -418,6 +427,8 @@ class Engine:
             self.adapters.take_read()
         if self.adapters.is_leaving:
             self._release_adapters()
+        if self.media.is_holding:
+            self.media.let_go()
         if self.before_plan is not None:
             self.before_plan()
         plan = self.scheduler.schedule()
@@ -553,48 +564,3 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise self.error
-
-
-# A change of a live request by its owner: priority, deadline, score, paused or not, the end of its reasoning.
-#
-# The same for a server and for programs without one. Each part that is given becomes an input of the scheduler, so
-# that a replay has it too, but for reasoning, of which it has the tokens; pausing what is paused, or resuming what
-# runs, does nothing.
-
-
-def apply_change(engine: Engine, request_id: RequestId, change: Change) -> ChangeOutcome:
-    """Change one request. Nothing is changed unless all of it can be."""
-    scheduler = engine.scheduler
-    request = scheduler.state.requests.get(request_id)
-    if request is None:
-        return ChangeOutcome.ENDED
-    if change.end_reasoning and not engine.guides.end_reasoning(request_id):
-        return ChangeOutcome.NOT_REASONING
-    if change.priority is not None:
-        request.service_level._replace(priority=change.priority).check()
-    if change.score is not None and not math.isfinite(change.score):
-        raise InvalidRequest("score must be a finite number", param="score")
-    is_paused = request.state is RequestState.PAUSED
-    if change.paused and not is_paused:
-        try:
-            scheduler.pause(request_id)
-        except InvalidTransition:
-            return ChangeOutcome.BUSY
-        if request.is_terminal:  # it failed while it was put aside
-            return ChangeOutcome.ENDED
-    if change.priority is not None:
-        scheduler.set_priority(request_id, change.priority)
-    if change.score is not None:
-        engine.set_score(request_id, change.score)
-    if change.until_s is not None:
-        scheduler.set_deadline(request_id, change.until_s if change.until_s < math.inf else None)
-    if change.paused is False and is_paused:
-        scheduler.resume(request_id)
-    return ChangeOutcome.CHANGED
-
-
-def resume_all(scheduler: Scheduler) -> None:
-    """Resume every paused request."""
-    for request in list(scheduler.state.requests.values()):
-        if request.state is RequestState.PAUSED:
-            scheduler.resume(request.id)

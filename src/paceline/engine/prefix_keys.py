@@ -26,7 +26,14 @@ class PrefixKeyHooks:
         return None
 
     def new_keys(self, request: Request) -> Sequence[BlockKey]:
-        return self._maker.extend(request.keys, request.tokens, self._root(request))
+        if not request.stretches:
+            return self._maker.extend(request.keys, request.tokens, self._root(request))
+        marks = {stretch.start: request.media[stretch.item].key for stretch in request.stretches}
+        return self._maker.extend(request.keys, request.tokens, self._root(request), marks)
+
+    def media_key(self, request: Request, content: bytes) -> bytes:
+        """The key of an item of a request: tenants share none."""
+        return self._maker.media(self._root(request), content)
 
     def finish(self, request: Request) -> None:
         return None

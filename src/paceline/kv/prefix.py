@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.core.request import BlockKey
 
 KEY_BYTES, CHECK_BYTES = 32, 16
+NO_MARKS: Mapping[int, bytes] = MappingProxyType({})
 
 
 class PrefixCache:
@@ -95,8 +97,19 @@ class KeyMaker:
         text = b"root:%d:%s:%d:%d" % (len(name), name, model, adapter)
         return hashlib.blake2b(text, digest_size=32, key=self._process_key).digest()
 
-    def extend(self, keys: Sequence[BlockKey], tokens: NDArray[np.int32], root: bytes) -> list[BlockKey]:
-        """The keys of the full blocks of `tokens` that `keys` does not cover yet."""
+    def media(self, root: bytes, content: bytes) -> bytes:
+        """The key of an item: the same content behind another root is another item."""
+        return hashlib.blake2b(b"media:" + root + content, digest_size=32, key=self._process_key).digest()
+
+    def extend(
+        self,
+        keys: Sequence[BlockKey],
+        tokens: NDArray[np.int32],
+        root: bytes,
+        marks: Mapping[int, bytes] = NO_MARKS,
+    ) -> list[BlockKey]:
+        """The keys of the full blocks of `tokens` that `keys` does not cover yet. `marks`: by position, what stands
+        there beside the token; blocks from there on are another's than without it."""
         size, start = self.block_size, len(keys)
         end = len(tokens) // size
         if end <= start:
@@ -105,8 +118,11 @@ class KeyMaker:
         parent = keys[-1].key if keys else root
         made: list[BlockKey] = []
         before = keys[-1].key if keys else b""
-        for low, high in pairwise(range(0, len(raw) + 1, size * 4)):
-            payload = parent + raw[low:high]
+        marked = {at // size: b"" for at in marks}
+        for at in sorted(marks):
+            marked[at // size] += marks[at]
+        for number, (low, high) in enumerate(pairwise(range(0, len(raw) + 1, size * 4)), start):
+            payload = parent + raw[low:high] + marked.get(number, b"")
             digest = hashlib.blake2b(
                 payload, digest_size=KEY_BYTES + CHECK_BYTES, key=self._process_key
             ).digest()

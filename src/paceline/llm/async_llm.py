@@ -22,7 +22,8 @@ from paceline.core.events import StepEvents
 from paceline.core.request import DEFAULT_TENANT, MAX_TREE_BRANCHES, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import MAX_HOLD_S, RequestOutputKind, SamplingParams
 from paceline.core.service_class import ServiceLevel, class_of
-from paceline.engine.engine import Engine, apply_change
+from paceline.engine.changes import apply_change
+from paceline.engine.engine import Engine
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.llm.adapters import LoRARequest

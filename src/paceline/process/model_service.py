@@ -24,8 +24,8 @@ from paceline.core.request import ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.core.standing import Standing
+from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
-from paceline.engine.engine import apply_change, resume_all
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel

@@ -120,12 +120,12 @@ class DraftBudget:
         times = result.times
         if verified:
             self._drafted += LATELY * (verified - self._drafted)
-        if work.decode_rows and not work.prefill_tokens and not work.swap_blocks:
+        if work.decode_rows and not work.prefill_tokens and not work.has_more:
             if times.end_s > times.start_s:
                 self._seconds.learn(work.decode_rows + verified, times.end_s - times.start_s)
             right = max(0.0, float(total(result.count)) / work.decode_rows - 1.0)
             self.right += LATELY * (right - self.right)
-        elif work.prefill_tokens and not work.swap_blocks and times.end_s > times.start_s:
+        elif work.prefill_tokens and not work.has_more and times.end_s > times.start_s:
             tokens = work.decode_rows + verified
             self._seconds.learn_prompts(tokens, work.prefill_tokens, times.end_s - times.start_s)
         self.learn_drafts(result.drafts)

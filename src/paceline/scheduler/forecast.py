@@ -123,7 +123,7 @@ class Forecaster:
         took_s = times.end_s - started_s
         self._runner_s, self._done_s = max(self._runner_s, times.end_s), now_s
         self._is_busy = is_busy
-        if took_s <= 0.0 or work.swap_blocks:
+        if took_s <= 0.0 or work.has_more:
             return
         self._speed.learn(work.decode_rows, work.prefill_tokens, took_s)
         if work.decode_rows:

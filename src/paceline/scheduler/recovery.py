@@ -71,6 +71,7 @@ def start_over(state: SchedulerState) -> None:
     kv.reset_cache(DEVICE_LOST)  # what has arrived there was computed by steps that did not fail
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.encodings.reset()
 
 
 def let_go(state: SchedulerState, levels_lost: int) -> None:
@@ -87,6 +88,7 @@ def let_go(state: SchedulerState, levels_lost: int) -> None:
     kv.reset_cache(levels_lost)
     kv.delta = KVDelta()
     state.leaves, state.joins = [], []
+    state.encodings.reset()
     state.adapters.let_go_of_all()
     state.num_sleeps += 1
     state.levels_lost = levels_lost

@@ -52,6 +52,10 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         reason = _cannot_drop(state)
         if reason:
             return Rejection([request], Rule.KV_KEEP, InvalidRequest(f"kv_keep: {reason}", param="kv_keep"))
+    if request.media:
+        reason = _cannot_encode(state, request)
+        if reason:
+            return Rejection([request], Rule.MEDIA, NeverFits(reason, param="prompt"))
     if request.sampling.pooling is None and state.config.only_pools:
         error = InvalidRequest(
             "this model makes vectors, not text; use embed or /v1/embeddings", param="model"
@@ -90,6 +94,22 @@ def _cannot_drop(state: SchedulerState) -> str:
         )
     if state.mode.keeps_finished:
         return "this engine runs padded batches (--mode), whose rows have all their blocks; leave it out"
+    return ""
+
+
+def _cannot_encode(state: SchedulerState, request: Request) -> str:
+    """Why this engine can never encode the items of a request; empty: it can."""
+    work = state.config.encoder
+    if work is None:
+        return "this model takes text only, no pictures"
+    if state.mode.keeps_finished:
+        return "this engine runs padded batches (--mode), which take text only; use --mode continuous"
+    if request.sampling.kv_keep is not None:
+        return "kv_keep: a prompt with pictures keeps all its KV; leave it out"
+    most = work.num_pages * work.page_vectors
+    for number, item in enumerate(request.media, 1):
+        if work.pages_of(item.outputs) > work.num_pages:
+            return f"picture {number} has {item.outputs} tokens, and there is room for the vectors of {most}"
     return ""
 
 

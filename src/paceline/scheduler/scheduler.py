@@ -542,6 +542,8 @@ class Scheduler:
         state.requests[request.id] = request
         if request.adapter:
             state.adapters.add_request(request.adapter)
+        if request.media:
+            state.encodings.add_request(request)
         state.enqueue(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:
@@ -587,7 +589,7 @@ class Scheduler:
 
     def _note_withheld(self) -> None:
         """Blocks that are kept back from outside are an input too."""
-        withheld = tuple([group.pool.withheld for group in self.state.kv.groups])
+        withheld = tuple([pool.withheld for pool in self.state.pools])
         if withheld != self._withheld:
             self._withheld = withheld
             self._note(inputs.Withheld(blocks=withheld))

@@ -91,7 +91,7 @@ class SizedBudget(DraftBudget):
         times = result.times
         started_s = max(times.start_s, self._last_end_s)  # it waited for the one before it
         self._last_end_s = times.end_s
-        if work.decode_rows and not work.prefill_tokens and not work.swap_blocks:
+        if work.decode_rows and not work.prefill_tokens and not work.has_more:
             if times.end_s > started_s:
                 key = -work.decode_rows
                 if len(result.verified):

@@ -52,6 +52,7 @@ from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
+from paceline.scheduler.encodings import Encodings, Group
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.sized_drafts import make_budget
@@ -117,6 +118,7 @@ class Flight:
     seq: int
     mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
     spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
+    group: Group | None  # of which it computes a part: `work.encode_positions`
     at_length: bool  # some row gets the last token its length allows
     budget: int  # most tokens it was to carry
     work: StepWork
@@ -170,6 +172,7 @@ class SchedulerState:
         mode: Mode,
         clock: Clock,
         hooks: RequestHooks,
+        encodings: Encodings | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -185,9 +188,13 @@ class SchedulerState:
         self.tiers = Tiers(kv, config.preemption_costs, config.max_num_batched_tokens)
         self.accounting = TenantAccounting(policy, self.queue)
         self.adapters = AdapterPlaces(config.max_loras)
+        self.encodings = encodings if encodings is not None else Encodings(None)
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
         self.drafts = make_budget(config, kv.block_size, mode)
+        self.pools = [group.pool for group in kv.groups]  # all that give out memory
+        if config.encoder is not None:
+            self.pools.append(self.encodings.pool)
         self.prefilling: dict[RequestId, Request] = {}  # running, with known tokens still to compute
         self.promoted: list[tuple[int, int]] = []  # row and generation: decode from the next plan on
         self.children: dict[RequestId, set[RequestId]] = {}  # live branches by the request they came from
@@ -347,6 +354,8 @@ class SchedulerState:
         if request.sampling.kv_keep is not None:
             self.kv.keep(row, request.sampling.kv_keep, request.num_prompt)
         self.joins.append(Join(row, request, source))
+        if request.stretches:
+            self.encodings.take_row(request, row, num_computed)
         if request.adapter:
             self.adapters.take_row(request.adapter)
         if request.tree is not None:
@@ -360,6 +369,8 @@ class SchedulerState:
         row = request.row
         settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
+        if request.stretches:
+            self.encodings.leave_row(row, self.kv.submitted, self.kv.completed)
         if request.adapter:
             self.adapters.leave_row(request.adapter, self.kv.submitted)
         if request.tree is not None:
@@ -441,6 +452,8 @@ class SchedulerState:
         del self.requests[request.id]
         if request.adapter:
             self.adapters.drop_request(request.adapter)
+        if request.media:
+            self.encodings.drop_request(request, self.kv.submitted, self.kv.completed)
         del self.orders[request.id]
         if request.parent is not None:
             self._leave_family(request, request.parent)

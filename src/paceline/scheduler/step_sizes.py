@@ -56,7 +56,7 @@ class StepSizes:
         self._last_end_s = times.end_s
         learned, tokens = self._learned, work.decode_rows + work.prefill_tokens
         attended = work.prefill_context_products + work.decode_context
-        if learned is None or work.swap_blocks or not work.prefill_tokens:
+        if learned is None or work.has_more or not work.prefill_tokens:
             return
         if times.end_s <= started_s or attended > LONG_CONTEXT * tokens:
             return

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from paceline.core.events import DecisionKind, LogprobEvent, Rule, TokenEvents
 from paceline.core.fast import all_set, any_set, count_set, has_either, total
-from paceline.core.plan import AT_LENGTH, STOPPED, StepResult
-from paceline.core.request import FinishReason, Request, RequestId, RequestState, account_of
+from paceline.core.plan import AT_LENGTH, I32, STOPPED, StepResult
+from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState, account_of
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.swap import NO_OWNER, Ticket
 from paceline.scheduler import steering
+from paceline.scheduler.encodings import Group
 from paceline.scheduler.recovery import forget_places
 from paceline.scheduler.state import Flight, SchedulerState, caught_up
 
@@ -39,6 +40,10 @@ def apply_result(state: SchedulerState, result: StepResult) -> None:
         copy_failed(state, ticket)
     if result.disk_is_off:
         state.tiers.turn_off_disk()
+    if state.encodings.fences:
+        state.encodings.complete(result.seq)
+    if flight.group is not None:
+        _encoded(state, flight.group, flight.work.encode_positions, result.bad_encodings)
     at = result.rows.astype(np.int64)
     current = rows.generation[at] == result.generation  # leaving raises it, so a row that left never matches
     if not all_set(current):
@@ -178,6 +183,7 @@ def _deliver_vectors(state: SchedulerState, result: StepResult, current: Index) 
             request = _owner(state, vector.row)
             request.vector = vector.values.astype("<f4", copy=False).tobytes()
             state.counters.vectors += 1
+            state.counters.pooled_tokens += request.num_prompt
             finish(state, request, FinishReason.STOP)
 
 
@@ -232,6 +238,8 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
         before = rows.computed.item(row)
         computed = before + count
         rows.computed[row] = computed
+        if row in state.encodings.rows:
+            state.encodings.computed(row, computed)
         if before < request.peak_computed <= computed:
             caught_up(request, kv.block_time.so_far(row))
         try:
@@ -243,6 +251,14 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
         if state.computing:
             state.computed_keys(request, before // kv.block_size, computed // kv.block_size)
     return failed
+
+
+def _encoded(state: SchedulerState, group: Group, count: int, bad: I32) -> None:
+    """Some of a group is computed; requests on rows that need an item whose numbers are not finite end."""
+    for encoding in state.encodings.was_computed(group, count, bad.tolist()):
+        for request in state.encodings.holders(encoding):
+            if request.row != NO_ROW:
+                _numerical_error(state, request)
 
 
 def _copy_done(state: SchedulerState, number: int) -> None:

@@ -69,6 +69,7 @@ class Snapshot:
     preempted: int
     swapped: int
     finished: int
+    vectors: int  # of these, requests that ended with one
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int  # in all steps so far, padding included
@@ -115,6 +116,7 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         preempted=counters.preempted,
         swapped=counters.swapped,
         finished=counters.finished,
+        vectors=counters.vectors,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
         computed_tokens=counters.computed_tokens,

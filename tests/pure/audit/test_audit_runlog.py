@@ -208,7 +208,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "block_copies",
             "row_copies",
         ),
-        *("swap_out", "swap_in", "store", "fetch", "drops", "pad_tokens", "padding_rows", "work"),
+        *("swap_out", "swap_in", "store", "fetch", "drops", "encodes", "pad_tokens", "padding_rows", "work"),
         *("draft_width", "draft_tokens", "draft_floor", "trust"),
     }
     assert {spec.name for spec in fields(RowJoins)} == {
@@ -222,6 +222,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "pad",
             "model",
             "adapter",
+            "media",
             "texts",
         ),
         *("sampling", "tokens"),
@@ -238,6 +239,7 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "copies_done",
             "copies_failed",
             "disk_is_off",
+            "bad_encodings",
             "logprobs",
             "times",
         ),
@@ -425,6 +427,8 @@ def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None
         "prefill_context_products": 24,
         "logit_rows": 2,
         "swap_blocks": 0,
+        "encode_positions": 0,
+        "encode_products": 0,
     }
 
 

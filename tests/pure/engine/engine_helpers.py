@@ -32,7 +32,7 @@ from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
 from tests.fake_adapters import HeldReads, Memory, read
 from tests.fakes import DeviceFault, FakeRunner
-from tests.reference_output import reference_output
+from tests.reference_output import NONE, reference_output, vectors_of
 
 _KV_OPTIONS = frozenset(spec.name for spec in fields(KVConfig))
 _SMALL: dict[str, Any] = {
@@ -194,6 +194,7 @@ class Bench:
         self.held: dict[int, Held] = {}
         # Output tokens that count as prompt: something was put in behind them.
         self.before: dict[int, int] = {}
+        self.pictures: dict[int, dict[int, int]] = {}  # vectors by position
         self.reads = HeldReads()
         self.watch = Watch()
         self.seen = self.watch.seen
@@ -219,13 +220,14 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree", "adapter")
+        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree", "adapter", "media")
         urgent = {name: options.pop(name) for name in ServiceLevel._fields if name in options}
         options["service_level"] = ServiceLevel(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}
         ids = self.engine.add(list(tokens), SamplingParams(max_tokens=max_tokens, **options), **placing)
         for request_id in ids:
             self.expect(request_id, tokens)
+            self.pictures[request_id] = vectors_of(placing.get("media", ()))
         return ids
 
     def fork(self, request_id: RequestId, count: int = 1, **options: Any) -> list[RequestId]:
@@ -233,6 +235,7 @@ class Bench:
         ids = self.engine.fork(request_id, count, **options)
         for branch in ids:
             self.expect(branch, self.request(branch).tokens.tolist())
+            self.pictures[branch] = self.pictures.get(request_id, {})
         return ids
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], max_tokens: int | None = None) -> None:
@@ -345,7 +348,8 @@ class Bench:
         before = self.before.get(ending.request, 0)
         got = self.tokens[ending.request][before:]
         size = self.config.kv.block_size
-        expected, reason = reference_output(tokens, sampling, block_size=size, before=before)
+        seen = self.pictures.get(ending.request, NONE)
+        expected, reason = reference_output(tokens, sampling, block_size=size, before=before, pictures=seen)
         assert got == expected[: len(got)], f"request {ending.request} got {got}, alone it gets {expected}"
         if ending.request not in self.cut and ending.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert got == expected and ending.reason.value == reason

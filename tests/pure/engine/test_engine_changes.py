@@ -9,7 +9,7 @@ import pytest
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import BlockReason, Change, ChangeOutcome, FinishReason, RequestId, RequestState
-from paceline.engine.engine import apply_change, resume_all
+from paceline.engine.changes import apply_change, resume_all
 from tests.guides import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine import StepCosts
+from paceline.config.engine import EncoderWork, StepCosts
 from paceline.config.speculative import DraftConfig
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
+from paceline.core.stretch import MediaInput, MediaPart
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.half_steps import BlocksInUse
 from paceline.scheduler.invariants.registry import CheckContext
@@ -117,6 +118,15 @@ def paced() -> PlannedState:
     costs = StepCosts(sizes=(4, 8, 16), seconds=(0.004, 0.008, 0.016))
     bench = Bench(engine_config(step_costs=costs, step_target_ms=8.0))
     bench.add(prompt(40), 5)
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+def pictured() -> PlannedState:
+    """The first picture of a prompt is encoded and read, its second waits for the next group; each has two pages."""
+    work = EncoderWork(layers=2, num_pages=6, page_vectors=4, max_units=8, token_positions=2.0)
+    bench = Bench(engine_config(max_num_batched_tokens=32, encoder=work))
+    given = [MediaInput(content=bytes([n]), units=units, outputs=8) for n, units in enumerate((2, 40))]
+    bench.add(prompt(40), 5, media=[MediaPart(2, given[0]), MediaPart(14, given[1])])
     return PlannedState(bench, bench.scheduler.schedule())
 
 

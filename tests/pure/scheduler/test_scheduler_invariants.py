@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import i32
+from paceline.core.pooling import PoolingParams
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.dial.engine_dial import DialLimits
 from paceline.scheduler.invariants import INVARIANTS
@@ -27,6 +28,7 @@ from tests.pure.scheduler.planned_states import (
     forked,
     long_prompt,
     paced,
+    pictured,
     shared_out,
     unplanned,
     vacated,
@@ -293,6 +295,46 @@ def a_first_token_comes_before_admission(planned: PlannedState) -> None:
 @breaks("times_are_in_order", crowded)
 def a_token_comes_without_admission(planned: PlannedState) -> None:
     planned.bench.request(RequestId(2)).first_token_s = 0.0
+
+
+@breaks("pages_have_the_references_of_rows_and_groups", pictured)
+def a_page_loses_a_reference(planned: PlannedState) -> None:
+    encodings = planned.state.encodings
+    encodings.pool.refs[encodings.rows[0].held[0].pages[0]] -= 1
+
+
+@breaks("pages_have_the_references_of_rows_and_groups", pictured)
+def an_item_is_found_that_nothing_encodes(planned: PlannedState) -> None:
+    encodings = planned.state.encodings
+    for encoding in encodings.unfinished.pop().encodings:
+        encodings.pool.refs[encoding.pages] -= 1
+
+
+@breaks("no_vector_is_read_before_it_is_computed", pictured)
+def a_picture_is_read_while_it_is_encoded(planned: PlannedState) -> None:
+    planned.rows.scheduled[0] = 15
+
+
+@breaks("no_vector_is_read_before_it_is_computed", pictured)
+def a_picture_is_read_that_the_row_does_not_hold(planned: PlannedState) -> None:
+    del planned.state.encodings.rows[0].held[0]
+
+
+@breaks("the_line_of_a_group_goes_in_order", pictured)
+def a_position_is_planned_twice(planned: PlannedState) -> None:
+    planned.state.encodings.unfinished[-1].planned -= 1
+
+
+@breaks("the_line_of_a_group_goes_in_order", pictured)
+def a_group_comes_to_its_end_and_stays(planned: PlannedState) -> None:
+    planned.state.encodings.group = planned.state.encodings.unfinished[-1]
+
+
+@breaks("what_ends_with_a_vector_has_no_output")
+def a_request_for_a_vector_decodes(planned: PlannedState) -> None:
+    request = planned.bench.request(RequestId(1))
+    request.sampling = replace(request.sampling, pooling=PoolingParams(kind="last"))
+    planned.rows.decoding[request.row] = True
 
 
 @breaks("preemptions_are_bounded")

@@ -146,12 +146,20 @@ def test_shares_are_differences_over_a_minute() -> None:
     assert figures(clocked) == {}, "nothing can be said of no time"
     clocked.go(time_s=110.0, steps=100, busy_s=5.0, row_places=800, occupied_rows=400, computed_tokens=1000)
     clocked.go(
-        padding_tokens=250, preemptions=20, flops=1e12, read_bytes=2e12, met=3, missed=1, output_tokens=500
+        padding_tokens=250,
+        preemptions=20,
+        vectors=15,
+        flops=1e12,
+        read_bytes=2e12,
+        met=3,
+        missed=1,
+        output_tokens=500,
     )
     found = figures(clocked, BatchLimits(peak_flops=1e12, peak_bandwidth=1e12, cost_per_hour=3.6))
     assert found == {
         "busy_share": 0.5,
         "preemptions_per_second": 2.0,
+        "vectors_per_second": 1.5,
         "slot_occupancy_mean": 0.5,
         "padding_share": 0.25,
         "goodput_share": 0.75,
@@ -190,5 +198,5 @@ def test_an_idle_minute_has_no_cost_of_tokens_and_no_goodput() -> None:
     clocked = Clocked()
     clocked.recent.note()
     clocked.go(time_s=130.0)
-    assert set(figures(clocked)) == {"busy_share", "preemptions_per_second"}
+    assert set(figures(clocked)) == {"busy_share", "preemptions_per_second", "vectors_per_second"}
     assert recent_costs(clocked.recent.change(), BatchLimits(cost_per_hour=1.0)) == {}

@@ -49,6 +49,8 @@ class Figures:
     preempted: int
     swapped: int
     finished: int
+    vectors: int  # requests that ended with one
+    vectors_per_s: float
     blocks: Mapping[str, int]  # free, cached, held, shared
     below: Mapping[str, Mapping[str, int]]  # host, disk: their fields of LEVEL
     models: Sequence[Mapping[str, Any]]  # of a server of several, as the feed has them
@@ -132,6 +134,8 @@ class ServerPicture:
             preempted=snapshot["preempted"],
             swapped=snapshot["swapped"],
             finished=snapshot["finished"],
+            vectors=snapshot["vectors"],
+            vectors_per_s=self._rate(lambda message: message["engine"]["snapshot"]["vectors"]),
             blocks=_blocks(snapshot),
             below={name: dict(zip(LEVEL, found, strict=True)) for name, *found in snapshot.get("below", ())},
             models=self._models(),

@@ -186,6 +186,11 @@ def _ends(figures: Figures, width: int) -> Text:
     line = _line("total", f"step {figures.step:,}", width)
     details = [
         Text(f"finished {figures.finished:,}"),
+        *(
+            [Text(f"   vectors {figures.vectors:,} ({figures.vectors_per_s:,.1f}/s)")]
+            if figures.vectors
+            else []
+        ),
         Text(f"   preempted {figures.preempted:,}"),
         Text(f" ({figures.swapped:,} swapped)", style=DIM),
     ]

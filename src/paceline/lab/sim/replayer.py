@@ -269,8 +269,8 @@ class _Replayer:
             case inputs.StepFailed():
                 self._failed()
             case inputs.Withheld(blocks=blocks):
-                for group, count in zip(self._state.kv.groups, blocks, strict=True):
-                    group.pool.withheld = count
+                for pool, count in zip(self._state.pools, blocks, strict=True):
+                    pool.withheld = count
                 return self._scheduler.schedule()
             case inputs.Idle() | inputs.Keys():  # noted while a plan is made
                 return self._scheduler.schedule()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, StepWork, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, fairness, rows_and_requests
+from paceline.scheduler.invariants import blocks, encodings, fairness, rows_and_requests
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SEVERAL,
@@ -38,7 +38,7 @@ from paceline.scheduler.invariants.registry import (
 from paceline.scheduler.scheduler import Scheduler
 
 # Importing them fills the registry.
-_PARTS = (blocks, fairness, rows_and_requests)
+_PARTS = (blocks, encodings, fairness, rows_and_requests)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 
@@ -108,8 +108,8 @@ class InvariantChecker:
         context.decisions = decisions[min(self._seen_decisions, len(decisions)) :]
         # While free blocks are withheld, promises that speak of room do not hold.
         due = self._at[PLANNED]
-        for group in state.kv.groups:
-            if group.pool.withheld:
+        for pool in state.pools:
+            if pool.withheld:
                 due = self._without_room
         self._check(context, due, after_schedule=True, planned=planned)
         self._backlog.note(self._scheduler)
@@ -268,6 +268,7 @@ class InvariantChecker:
         ):  # a row that drops KV is computed again in pieces of a block at most, cut where one leaves
             fewest = min(fewest, max(1, state.kv.block_size // 2))
         patience = -(-config.max_model_len // fewest) + config.max_num_seqs + SILENT_STEPS
+        patience += state.encodings.most_steps(fewest)
         if self._silent > patience * 2 * (1 + len(state.flights)) + self._padding:
             self.found(InvariantViolation("L2", f"{self._silent} steps without a token"))
             self.flush()

@@ -147,6 +147,10 @@ def the_first_always_progresses(context: CheckContext) -> str | None:
     waits_for_drafts = unsure is not None and unsure[row] and rows.sharing[row]
     if request.state is RequestState.BLOCKED or ended or waits_for_drafts:
         return None
+    if row in context.scheduler.composer.last_draft.bounds and (
+        context.plan.encodes.count or state.encodings.lacks_pages
+    ):
+        return None  # its next item is being encoded, or waits for pages that are being read
     return f"request {request.id} is first in order and not in the plan"
 
 

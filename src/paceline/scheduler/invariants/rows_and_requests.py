@@ -258,11 +258,27 @@ def what_is_scheduled_is_what_is_under_way(context: CheckContext) -> str | None:
         bound[: len(flight.mask)] += flight.mask * (flight.width + 1)
         for row, generation, count in flight.spans:
             bound[row] += count if rows.generation[row] == generation else 0
-    np.minimum(bound, rows.max_len[: rows.high] - 1, out=bound)
+    # The last token of an answer is never computed; one that ends with a vector computes all it knows.
+    last = np.maximum(rows.max_len[: rows.high] - 1, rows.num_known[: rows.high])
+    np.minimum(bound, last, out=bound)
     wrong = (rows.scheduled[: rows.high] != bound) & rows.live[: rows.high]
     if np.count_nonzero(wrong):
         row = int(wrong.argmax())
         return f"row {row}: {rows.scheduled[row]} tokens are scheduled, at most {bound[row]} can be computed"
+    return None
+
+
+@invariant("M6", moment=CHANGES)
+def what_ends_with_a_vector_has_no_output(context: CheckContext) -> str | None:
+    """A pooled request computes its prompt and ends: it never decodes, and its vector comes with its ending alone."""
+    rows = context.scheduler.state.rows
+    for request in context.scheduler.state.requests.values():
+        if request.sampling.pooling is None:
+            continue
+        if request.num_tokens != request.num_prompt or request.vector:
+            return f"request {request.id} is to end with a vector and has output, or has its vector and lives"
+        if request.row != NO_ROW and rows.decoding[request.row]:
+            return f"request {request.id} is to end with a vector and decodes"
     return None
 
 

@@ -8,7 +8,9 @@ requests that were preempted often: docs/decisions/0020-preemption.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +51,7 @@ class StepDraft:
     # Rows of which drafts are under way: how far they are is known only within bounds; None: there are none.
     unsure: Mask | None = None
     first: Index | None = None  # first position that each decoding row may write; None: no drafts are made
+    bounds: Mapping[int, Rule] = MappingProxyType({})  # rows that stop at a stretch, and why
     draft_width = 0  # most guessed tokens of a row
     draft_tokens = 0  # of all rows
 

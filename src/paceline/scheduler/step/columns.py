@@ -52,6 +52,7 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         pad=rows.pad[at].astype(np.int32),
         model=np.array([join.request.model for join in joins], np.int32),
         adapter=np.array([join.request.adapter for join in joins], np.int32),
+        media=_media_of(state, joins) if state.encodings.rows else (),
         texts=NO_TEXTS if state.drafts is None else _texts_of(joins, state.cache_resets),
         sampling=tuple([join.request.sampling for join in joins]),
         tokens=tuple([join.request.tokens if join.source == NO_ROW else EMPTY for join in joins]),
@@ -64,6 +65,17 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
         num_tokens=i32(join.request.num_tokens for join in forks),
     )
     return joined, copies
+
+
+def _media_of(state: SchedulerState, joins: list[Join]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Of each row that joins, where its items stand and their numbers."""
+    if not any(join.request.stretches for join in joins):
+        return ()
+    numbers = [state.encodings.numbers(join.request) for join in joins]
+    return tuple(
+        tuple([(stretch.start, stretch.end, known[stretch.item]) for stretch in join.request.stretches])
+        for join, known in zip(joins, numbers, strict=True)
+    )
 
 
 def _texts_of(joins: list[Join], era: int) -> NDArray[np.int64]:

@@ -14,11 +14,12 @@ import numpy as np
 
 from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
-from paceline.core.plan import EMPTY, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, NO_ENCODES, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler import steering
+from paceline.scheduler.encodings import Group
 from paceline.scheduler.state import Flight, SchedulerState
-from paceline.scheduler.step import shortage
+from paceline.scheduler.step import shortage, stretches
 from paceline.scheduler.step.admission import (
     NO_BUDGET,
     NO_MASK,
@@ -92,7 +93,10 @@ class Composer:
         if state.tiers.is_on:
             state.tiers.sink(draft.num_decoding, bool(draft.spans))
         if not (draft.num_decoding or draft.spans or draft.pads or self.has_open_copies):
-            return None
+            if stretches.make_room_for_pages(state, self._prompts()):
+                return self.compose()
+            if state.encodings.now is None:
+                return None
         return self._plan(draft, mask)
 
     def _decode_held(self, draft: StepDraft) -> Mask:
@@ -318,6 +322,8 @@ class Composer:
     def _span(self, draft: StepDraft, row: int, limit: int) -> None:
         """Schedule up to `limit` of a row's known tokens, its padding first."""
         rows = self._state.rows
+        if row in self._state.encodings.rows:
+            limit = stretches.reach(self._state, draft, row, limit, self._prompts)
         pad = max(0, min(rows.pad_left.item(row), limit))
         if pad:  # in a padded batch
             rows.pad_left[row] -= pad
@@ -384,7 +390,8 @@ class Composer:
         before, draft.left = draft.left, draft.left - count
         draft.products += count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2
         if scheduled + count < rows.num_known.item(row):
-            reason = Rule.BLOCKS if count < wanted else Rule.SHARE if limit < before else Rule.BUDGET
+            reason = draft.bounds.get(row) or (Rule.SHARE if limit < before else Rule.BUDGET)
+            reason = Rule.BLOCKS if count < wanted else reason
             figures = (
                 draft.left,
                 state.kv.free_for(row),
@@ -501,28 +508,34 @@ class Composer:
 
     # -- the plan ------------------------------------------------------------------------------------------
 
+    def _decode_context(self, draft: StepDraft, mask: Mask, advancing: int) -> int:
+        """Tokens of KV that the decoding rows read."""
+        state = self._state
+        if draft.first is None or state.drafts is None:
+            return int(np.dot(state.rows.scheduled[: len(mask)], mask))
+        ahead = 1.0 + state.drafts.right * len(state.flights)  # drafts under way are right as often as lately
+        return int(np.dot(draft.first, mask)) + int(ahead * advancing)
+
     def _plan(self, draft: StepDraft, mask: Mask) -> StepPlan:
         state = self._state
-        rows, seq = state.rows, state.kv.submitted + 1
-        advancing, pad_tokens, filling = draft.num_decoding, 0, None
+        seq, advancing, pad_tokens, filling = state.kv.submitted + 1, draft.num_decoding, 0, None
         if state.mode.keeps_finished:
             advancing, pad_tokens = count_set(draft.advancing), sum(draft.pads.values())
             filling = mask & ~draft.advancing
         decode_rows = row_changes(self._last_mask, mask, state.leaves)
         self._last_mask = mask
         if (
-            draft.first is not None and state.drafts is not None
-        ):  # drafts under way are right as often as lately
-            ahead = 1.0 + state.drafts.right * len(state.flights)
-            self._last_context = int(np.dot(draft.first, mask)) + int(ahead * advancing)
-        elif decode_rows is SAME_ROWS:  # of the same owners too, or some would have left
+            decode_rows is SAME_ROWS and draft.first is None
+        ):  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
-            self._last_context = int(np.dot(rows.scheduled[: len(mask)], mask))
-        spans = tuple([(row, rows.generation.item(row), count) for row, count in draft.spans.items()])
+            self._last_context = self._decode_context(draft, mask, advancing)
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         store, fetch = state.kv.delta.take_moves()
         joins, row_copies = build_joins(state, state.joins)
+        encodes, group = NO_ENCODES, None
+        if state.encodings.now is not None:
+            encodes, group = state.encodings.take_plan()
         plan = StepPlan(
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
@@ -537,6 +550,7 @@ class Composer:
             store=store,
             fetch=fetch,
             drops=state.kv.delta.take_drops(),
+            encodes=encodes,
             pad_tokens=pad_tokens,
             padding_rows=draft.num_decoding - advancing,
             work=StepWork(
@@ -546,6 +560,8 @@ class Composer:
                 prefill_context_products=draft.products,
                 logit_rows=draft.num_sampled,
                 swap_blocks=0 if state.tiers.is_on else len(swap_out.block) + len(swap_in.block),
+                encode_positions=encodes.count,
+                encode_products=0 if group is None else encodes.count * group.products // 2,
             ),
             draft_width=draft.draft_width,
             draft_tokens=draft.draft_tokens,
@@ -556,10 +572,16 @@ class Composer:
         state.counters.evicted_blocks = state.kv.num_evicted
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        flight = Flight(
-            seq=seq,
+        state.flights.append(self._flight(draft, plan, group, filling))
+        return plan
+
+    def _flight(self, draft: StepDraft, plan: StepPlan, group: Group | None, filling: Mask | None) -> Flight:
+        rows = self._state.rows
+        return Flight(
+            seq=plan.seq,
             mask=draft.advancing,
-            spans=spans,
+            spans=tuple([(row, rows.generation.item(row), count) for row, count in draft.spans.items()]),
+            group=group,
             at_length=draft.at_length,
             budget=draft.budget,
             work=plan.work,
@@ -569,5 +591,3 @@ class Composer:
             room=draft.draft_tokens,
             first=draft.first,
         )
-        state.flights.append(flight)
-        return plan

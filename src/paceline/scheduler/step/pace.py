@@ -86,7 +86,7 @@ class Pace:
         started_s = max(times.start_s, self._last_end_s)  # it waited for the one before it
         self._last_end_s = times.end_s
         tokens, sizes = work.decode_rows + work.prefill_tokens, self._costs.sizes
-        if not work.prefill_tokens or work.swap_blocks or not sizes[0] <= tokens <= sizes[-1]:
+        if not work.prefill_tokens or work.has_more or not sizes[0] <= tokens <= sizes[-1]:
             return
         expected_s = self.expected_s(work)
         if times.end_s > started_s and expected_s > 0.0:

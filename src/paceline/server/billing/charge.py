@@ -30,6 +30,7 @@ class Consumption:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    num_vectors: int = 0  # prompts that came to a vector
     # Of the output tokens, those whose frames were written; whole answers are sent at once.
     num_sent: int = 0
     queue_s: float | None = None
@@ -143,6 +144,7 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
         "prompt_tokens_cached": used.num_cached,
         **_below(cost),
         "recomputed_tokens": cost.redone,
+        **({"vectors": used.num_vectors} if used.num_vectors else {}),
         **({"lossy": True, "kv_dropped_tokens": cost.dropped} if cost.dropped else {}),
         "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
         "kv_block_seconds": cost.block_us / 1e6,

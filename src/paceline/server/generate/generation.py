@@ -480,6 +480,7 @@ class Generation:
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
         if ending.vector:
             output.vector = ending.vector
+            record.num_vectors += 1
             if record.first_token_s is None:  # it waits no longer
                 record.first_token_s = time.monotonic()
                 self._permit.leave_queue()

@@ -47,6 +47,7 @@ class Totals(NamedTuple):
     flops: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
+    vectors: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     met: int = 0
@@ -98,6 +99,8 @@ def recent_figures(change: Totals | None, limits: BatchLimits) -> Iterator[tuple
     yield "busy_share", "Share of the last minute that the engine spent in steps.", change.busy_s / elapsed_s
     text = "Preemptions per second in the last minute."
     yield "preemptions_per_second", text, change.preemptions / elapsed_s
+    text = "Requests of the last minute that ended with a vector, by the second."
+    yield "vectors_per_second", text, change.vectors / elapsed_s
     if change.row_places:
         text = "Share of rows in use in the steps of the last minute."
         yield "slot_occupancy_mean", text, change.occupied_rows / change.row_places
@@ -219,6 +222,12 @@ class BatchingMetrics:
             "Rows in use, summed over steps: with engine_steps and engine_max_rows, the mean slot occupancy."
         )
         yield "engine_occupied_rows", text, stats.counters.occupied_rows
+        yield "pooled_requests", "Requests that ended with a vector.", stats.counters.vectors
+        yield (
+            "pooled_tokens",
+            "Prompt tokens of requests that ended with a vector.",
+            stats.counters.pooled_tokens,
+        )
         done = _work(info, stats)
         if done is None:
             return
@@ -249,6 +258,7 @@ class BatchingMetrics:
             computed_tokens=stats.counters.computed_tokens,
             padding_tokens=stats.counters.padding_tokens,
             preemptions=stats.counters.preempted,
+            vectors=stats.counters.vectors,
             flops=0.0 if done is None else done.flops,
             read_bytes=0.0 if done is None else done.read_bytes or 0.0,
             written_bytes=0.0 if done is None else done.written_bytes,

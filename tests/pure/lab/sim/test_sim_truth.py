@@ -57,7 +57,7 @@ def runs() -> list[tuple[World, Recorded]]:
     found = []
     for seed in SEEDS:
         recorded = Recorded()
-        without = {"drafts": False, "trees": False, "drops": False}
+        without = {"drafts": False, "trees": False, "drops": False, "media": False}
         world = World(seed, lambda config, recorded=recorded: recorded, **without)  # type: ignore[misc]
         assert world.run(200)["figures of decisions"] > 30
         found.append((world, recorded))

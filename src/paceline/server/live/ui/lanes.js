@@ -2,7 +2,7 @@
 // copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
 import { onTheme, palette } from "./colours.js";
-import { BAND, DECODE, FINISH, FORK, PADDING, PREFILL, REDO } from "./stage.js";
+import { BAND, DECODE, FINISH, FORK, PADDING, PREFILL, REDO, VECTOR } from "./stage.js";
 
 const WINDOW_S = 20; // that can be seen, unless something else is chosen
 export const DIGITS = 34; // pixels left of the lanes for their numbers
@@ -142,7 +142,7 @@ export class Lanes {
         this.join(mark);
         continue;
       }
-      const wide = (mark.kind === FINISH ? 2 : 4) * this.scale, x = this.x(mark.at) - (mark.back ? 0 : wide);
+      const wide = (mark.kind === FINISH || mark.kind === VECTOR ? 2 : 4) * this.scale, x = this.x(mark.at) - (mark.back ? 0 : wide);
       pen.fillStyle = colours[mark.kind];
       pen.fillRect(x, mark.row * step, mark.back ? 2 * this.scale : wide, step);
     }

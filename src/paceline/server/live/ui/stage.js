@@ -5,8 +5,8 @@ import { Past } from "./past.js";
 
 export const KEPT_S = 60;
 export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding"; // of segments
-export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail", FORK = "fork"; // of marks
-const GOOD_ENDS = new Set(["stop", "length", "vector"]);
+export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail", FORK = "fork", VECTOR = "vector"; // of marks
+const GOOD_ENDS = new Map([["stop", FINISH], ["length", FINISH], ["vector", VECTOR]]);
 
 // The steps of a message one by one. Figures and changes come in columns; of changes, the first says in which step.
 function unpack({ steps, changes }) {
@@ -166,7 +166,7 @@ export class Stage {
       this.gone.delete(request);
       this.parentOf.delete(request);
       if (this.early.delete(request)) return; // known already
-      this.mark(row, request, at, GOOD_ENDS.has(rule) ? FINISH : FAIL, rule);
+      this.mark(row, request, at, GOOD_ENDS.get(rule) ?? FAIL, rule);
     }
   }
 
