@@ -46,7 +46,7 @@ class Pooled:
     def __init__(self, seed: int, config: EngineConfig, counts: Counter[str]) -> None:
         self._rng = random.Random(seed + 30)
         self._counts = counts
-        share = self._rng.choice((0.2, 0.4, 0.8))
+        share = self._rng.choice((0.5, 0.9))
         self._share = share if config.scheduler.pools else 0.0
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:

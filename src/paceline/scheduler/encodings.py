@@ -83,7 +83,7 @@ class Encodings:
         self.group: Group | None = None  # under way, with positions that no plan has
         self.unfinished: list[Group] = []  # this one, and those before it of which results are to come
         self.fences: deque[tuple[int, Blocks]] = deque()
-        self.dropped: deque[tuple[int, int]] = deque()  # step that must be done, number of an item
+        self.dropped: dict[int, int] = {}  # number of an item -> step that must be done
         self.lacks_pages = False  # in the step being planned, the first item in order found too few pages
         self._known: dict[bytes, _Known] = {}
         self._owner: dict[int, Encoding] = {}  # of each page
@@ -111,7 +111,7 @@ class Encodings:
             known = self._known[key]
             known.num_requests -= 1
             if not known.num_requests:
-                self.dropped.append((submitted, known.media))
+                self.dropped[known.media] = submitted  # again, where another request had it since
                 self._forget_number(key)
         group = self.group
         if group is not None and not any(self._is_wanted(each.item.key) for each in group.encodings):
@@ -140,16 +140,11 @@ class Encodings:
         """Numbers that no request needs any more, and no step under way."""
         wanted = {known.media for known in self._known.values() if known.num_requests}
         busy = {encoding.media for group in self.unfinished for encoding in group.encodings}
-        due, self.dropped = self.dropped, deque()
-        found = []
-        for seq, media in due:
-            if media in wanted:
-                continue
-            if seq > completed or media in busy:
-                self.dropped.append((seq, media))
-            else:
-                found.append(media)
-        return found
+        self.dropped = {media: seq for media, seq in self.dropped.items() if media not in wanted}
+        due = [media for media, seq in self.dropped.items() if seq <= completed and media not in busy]
+        for media in due:
+            del self.dropped[media]
+        return due
 
     # -- rows ----------------------------------------------------------------------------------------------
 
