@@ -51,21 +51,32 @@ class Encoder:
         self.spec, self._options = spec, spec.encoder
         read = _reader(source)
         self._words = read("embeddings.word_embeddings.weight")
-        # Every token is of the first type: texts are not pairs.
         self._positions = read("embeddings.position_embeddings.weight")[self._options.position_offset :]
-        self._positions = self._positions + read("embeddings.token_type_embeddings.weight")[0]
+        # Nearly all tokens are of the first type; those of the second text of a pair differ from it by this.
+        types = read("embeddings.token_type_embeddings.weight")
+        self._positions = self._positions + types[0]
+        self._second = types[1] - types[0] if len(types) > 1 else None
         self._norm = _affine(read, "embeddings.LayerNorm")
         self._layers = [_layer(read, f"encoder.layer.{index}.") for index in range(spec.num_layers)]
         self._head = [_affine(read, name) for name in self._options.head] if self._options.labels else []
 
     @torch.inference_mode()
-    def forward(self, sequences: Sequence[Tensor], beat: Callable[[], None]) -> list[Tensor]:
-        """Hidden states [tokens, hidden] of each sequence of token ids. `beat` is called for every layer."""
+    def forward(
+        self, sequences: Sequence[Tensor], beat: Callable[[], None], seconds: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Hidden states [tokens, hidden] of each sequence of token ids. `beat` is called for every layer.
+
+        `seconds`: where the second text of each begins, 0 where it is one text; empty: all are.
+        """
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
         sizes = [len(sequences[index]) for index in order]
         tokens = torch.cat([sequences[index] for index in order])
         places = torch.cat([torch.arange(size) for size in sizes])
-        x = self._norm.norm(self._words[tokens] + self._positions[places], self.spec.norm_eps)
+        x = self._words[tokens] + self._positions[places]
+        if self._second is not None and any(seconds):
+            begins = torch.tensor([seconds[index] or len(sequences[index]) for index in order])
+            x[places >= torch.repeat_interleave(begins, torch.tensor(sizes))] += self._second
+        x = self._norm.norm(x, self.spec.norm_eps)
         stretches = _equal(sizes)
         for layer in self._layers:
             beat()
@@ -74,10 +85,13 @@ class Encoder:
         return [found[index] for index in range(len(sequences))]
 
     @torch.inference_mode()
-    def classify(self, state: Tensor) -> Tensor:
-        """Scores of the labels from the state of a sequence's first token; of one label, how much it holds."""
+    def classify(self, state: Tensor, *, raw: bool = False) -> Tensor:
+        """Scores of the labels from the state of a sequence's first token; of one label, how much it holds. `raw`:
+        without softmax or sigmoid."""
         dense, scores = self._head
         logits = scores.product(torch.tanh(dense.product(state)))
+        if raw:
+            return logits
         return torch.sigmoid(logits) if len(self._options.labels) == 1 else torch.softmax(logits, dim=-1)
 
     def _layer(self, layer: EncoderLayer, x: Tensor, stretches: list[tuple[int, int, int]]) -> Tensor:

@@ -86,6 +86,7 @@ def check_encoder(
         "--kv-disk-dir": bool(model.kv_disk_dir or model.kv_store),
         "--mode": given.get("mode", "continuous") != "continuous",
         "--device cuda": model.device == "cuda",
+        "--pooling choice": model.pooling == CHOICE,
         "--quantization": model.quantization in MADE_ON_LOADING,
         "--cpu-backend native": model.cpu_backend == "native",
     }

@@ -72,7 +72,9 @@ class EncoderStep:
         for part in _parts(whole, ends):
             texts = [torch.from_numpy(rows.tokens[batch.rows[index], : ends[index]]) for index in part]
             with self._workers.step(int(ends[part].sum())):
-                found = self._encoder.forward(texts, self._pulse.beat)
+                found = self._encoder.forward(
+                    texts, self._pulse.beat, rows.second_at[batch.rows[part]].tolist()
+                )
             for index, states in zip(part, found, strict=True):
                 self._states[index] = states.numpy()
                 if not np.isfinite(self._states[index]).all():
@@ -82,8 +84,8 @@ class EncoderStep:
     def states(self, batch: FlatBatch, index: int, *, only_last: bool) -> Floats:
         return self._states.get(index, self._none)
 
-    def classify(self, state: Floats) -> Floats:
-        found: Floats = self._encoder.classify(torch.from_numpy(state)).numpy()
+    def classify(self, state: Floats, *, raw: bool) -> Floats:
+        found: Floats = self._encoder.classify(torch.from_numpy(state), raw=raw).numpy()
         return found
 
     def logits(self, tokens: Index) -> Floats:

@@ -149,7 +149,8 @@ class Generation:
         self.record = record
         self.fork = fork
         self.on_closed: Callable[[], None] | None = None
-        self.at_once: int | None = None  # prompts of which updates are asked for at a time; None: all
+        # Prompts that are read at a time, where they reach the engine only then; None: all.
+        self.at_once: int | None = None
         self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
