@@ -31,6 +31,7 @@ ALIGNED = 64
 ROUTER = "mlp.gate.weight"
 _DENSE = {"F32": F32, "F16": F16, "BF16": BF16, MADE_UP: F32}
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", INT4)
+AS_STORED = (*_FOUR_BITS, "Q8_0", INT8)  # other quantised types are rounded anew, to 8 bits
 # What 4 bits would harm most; files have more bits for them too.
 _EIGHT_AT_LEAST = ("embed_tokens.weight", "lm_head.weight")
 
