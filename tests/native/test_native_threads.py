@@ -20,7 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native import interrupts
 from paceline.runner.native.interrupts import StepInterrupted
-from paceline.runner.native.layout import PHASES
+from paceline.runner.native.layout import LINE, PHASES
 from paceline.runner.native.model import build_model
 from paceline.runner.native.step import TIMED_EVERY, NativeStep
 from paceline.runner.native.team import JOIN_S
@@ -90,6 +90,28 @@ def test_threads_sleep_at_meetings_while_others_use_the_cores() -> None:
     finally:
         step.close()
         alone.close()
+
+
+def test_a_step_with_fewer_threads_waits_for_one_that_is_late() -> None:
+    """A thread that has not left the last step's last meeting could lose its wake-up to one of the next."""
+    step = NativeStep(model(KIND), CONFIG, host_code(), 2, Changing((2, 2, 1)))
+    try:
+        expected = compute(step)
+        late = step.team._sleeping[LINE // 8 + 2 :]  # of the other thread: whether it is in a step
+        assert compute(step) == expected
+        while late[0]:
+            time.sleep(0)
+        late[0] = 1
+        found: list[bytes] = []
+        computing = threading.Thread(target=lambda: found.append(compute(step)))
+        computing.start()
+        computing.join(0.3)
+        assert computing.is_alive()
+        late[0] = 0
+        computing.join(10)
+        assert found == [expected]
+    finally:
+        step.close()
 
 
 @pytest.mark.parametrize("naps_s", [0.0, 0.3])

@@ -42,6 +42,7 @@ from paceline.runner.native.kernels.scalars import (
     put_int,
     sleep_on,
     wake,
+    yield_processor,
 )
 from paceline.runner.native.kernels.simd import load_floats, store_floats
 from paceline.runner.native.kernels.threads import (
@@ -418,8 +419,22 @@ def _stay(thread, p):
         if peek(p + at.S_STOP):
             break
         if thread < seen % at.MOST_THREADS:
+            poke(mine + 16, 1)
             _step(thread, p)
+            poke(mine + 16, 0)
     poke(mine + 8, 0)
+
+
+@kernel
+def _wait_for_late(p, threads):
+    """Until all threads of the last step have left its last meeting.
+
+    In a step with the same threads the second meeting waits for them. One with others would go on without one that
+    still falls asleep, and could take the wake-up that is meant for it.
+    """
+    for other in range(1, threads):
+        while peek(get_int(p + at.S_SLEEPING) + at.LINE * other + 16):
+            yield_processor()
 
 
 @apart
@@ -431,6 +446,8 @@ def enter(thread, p):
     # The number of threads is part of the step's number: one that is late reads both or neither. Added, not stored:
     # the step has to be seen before it is asked who sleeps (`_stay`).
     last = peek(p + at.S_STEP)
+    if last % at.MOST_THREADS != get_int(p + at.S_THREADS):
+        _wait_for_late(p, last % at.MOST_THREADS)
     next_step = (last // at.MOST_THREADS + 1) * at.MOST_THREADS + get_int(p + at.S_THREADS)
     fetch_add(p + at.S_STEP, next_step - last)
     for other in range(1, get_int(p + at.S_THREADS)):

@@ -75,7 +75,8 @@ def meet(p, laps, phase):
 # A thread is counted before it looks at the meeting for the last time, and the meeting is over before it is asked how
 # many are counted: one of the two sees the other. Both are added, not stored, so that no look comes before them. A
 # thread that was counted and did not sleep leaves a wake-up behind, which costs a later one a look. No thread can come
-# to the meeting after the next while another sleeps at this one: two lines are enough.
+# to the meeting after the next while another sleeps at this one: two lines are enough. A step with other threads than
+# the last one waits until all have left that (`enter`), or one of them could lose its wake-up to a thread of this one.
 
 
 @kernel
@@ -94,6 +95,7 @@ def _sleep(sync, meeting, asleep):
     fetch_add(asleep, 1)
     pause()
     if peek(sync) == meeting:
+        pause()
         sleep_on(asleep + at.SEMAPHORE)
 
 
