@@ -40,6 +40,7 @@ from paceline.runner.native.layout import (
     KINDS,
     Q4,
     Q8,
+    Q8_FINE,
     SUB_BLOCK,
     SYNC_BYTES,
     kv_head_bytes,
@@ -142,7 +143,12 @@ def kernels(given: Given) -> Found:
     found: Found = {"isa": loaded.isa.name}
     table("product", *(f"{rows} rows" for rows in ROWS))
     for name, (outputs, inputs) in SHAPES.items():
-        for kind, bits in ((Q4, "4 bits"), (Q8, "8 bits"), (F32, "float32")):
+        for kind, bits in (
+            (Q4, "4 bits"),
+            (Q8, "8 bits"),
+            (Q8_FINE, "8 bits, inputs of 16"),
+            (F32, "float32"),
+        ):
             speeds = [
                 2 * outputs * inputs * rows / product_seconds(loaded, kind, outputs, inputs, rows) / 1e9
                 for rows in ROWS

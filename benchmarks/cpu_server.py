@@ -4,19 +4,22 @@
 prompt of about 108 tokens of real text, reads 64 tokens as a stream (greedy, end of text ignored) and sends the next.
 The same prompts in the same order go to every target, so that two servers on one machine can be compared; *outside* is
 the share of the time that our server is not in a call that computes a step. *peers*: the same loop on llama.cpp's
-server and on Paceline, in turns, with the same file. *q4-0*: a copy of a GGUF file with its Q4_1 matrices as Q4_0,
-which llama.cpp repacks for the processor. *quantized*: a file's numbers as a folder of float32 safetensors, run as they
-are, and with `--quantization int8` and `int4`, in turns, by the engine in this process. *memory*: anonymous bytes after
-loading and with a filled KV cache. *busy*: the server while one busy loop runs on each core (they end with this
-program), beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it
-returns; what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run
-it on a machine that does nothing else.
+server and on Paceline, in turns, with the same file. *copy*: a copy of a GGUF file with its Q4_1 matrices as Q4_0,
+which llama.cpp repacks for the processor, or as another type. *quantized*: a file's numbers as a folder of float32
+safetensors, run as they are, and with `--quantization int8` and `int4`, in turns, by the engine in this process.
+*memory*: anonymous bytes after loading and with a filled KV cache. *idle*: processor time of a server without requests.
+*prompt*: one long prompt alone. *busy*: the server while one busy loop runs on each core (they end with this program),
+beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it returns;
+what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run it
+on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
-    python -m benchmarks.cpu_server q4-0 MODEL.gguf COPY.gguf
+    python -m benchmarks.cpu_server copy MODEL.gguf COPY.gguf [--type Q8_0]
     python -m benchmarks.cpu_server quantized [--model MODEL] [--clients 8] [--rounds 3]
     python -m benchmarks.cpu_server memory [--model MODEL] [--tokens 4096]
+    python -m benchmarks.cpu_server idle [--model MODEL] [--seconds 60]
+    python -m benchmarks.cpu_server prompt [--model MODEL] [--tokens 2000]
     python -m benchmarks.cpu_server busy [--model MODEL] [--runs 5]
 """
 
@@ -273,9 +276,13 @@ def medians(runs: list[list[Found]]) -> Found:
     }
 
 
-@bench.part(flag("source", None, "GGUF file"), flag("target", None, "its copy"))
-def q4_0(given: Given) -> None:
-    """A copy of a GGUF file with its Q4_1 matrices as Q4_0."""
+@bench.part(
+    flag("source", None, "GGUF file"),
+    flag("target", None, "its copy"),
+    flag("--type", "Q4_0", "type of its Q4_1 matrices", choices=("Q4_0", "Q8_0")),
+)
+def copy(given: Given) -> None:
+    """A copy of a GGUF file with its Q4_1 matrices as another type."""
     import gguf
 
     reader = gguf.GGUFReader(given.source)
@@ -286,10 +293,11 @@ def q4_0(given: Given) -> None:
             element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), field.types[0], element)
     kinds = gguf.GGMLQuantizationType
+    wanted = kinds[given.type]
     for tensor in reader.tensors:
         data, kind = tensor.data, tensor.tensor_type
         if kind == kinds.Q4_1:
-            data, kind = gguf.quants.quantize(gguf.quants.dequantize(data, kind), kinds.Q4_0), kinds.Q4_0
+            data, kind = gguf.quants.quantize(gguf.quants.dequantize(data, kind), wanted), wanted
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -396,6 +404,52 @@ def _anonymous_mb() -> float:
     found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 / 1e6
+
+
+# -- a server without requests, and one long prompt -----------------------------------------------------------
+
+
+@bench.part(MODEL_FLAG, flag("--seconds", 60, "without a request"))
+def idle(given: Given) -> Found:
+    """Processor time of both processes of a server without requests."""
+    with served([given.model] if given.model else []) as server:
+        Client(server).complete(PROMPT, OUTPUT)
+        time.sleep(SETTLE_S)
+        processes = [server.pid, *_children(server.pid)]
+        before_s = sum(map(_processor_s, processes))
+        time.sleep(given.seconds)
+        share = (sum(map(_processor_s, processes)) - before_s) / given.seconds
+    table("processes", "seconds", "share of a core")
+    row(len(processes), given.seconds, f"{share:.2%}")
+    return {"processes": len(processes), "seconds": given.seconds, "share_of_a_core": round(share, 5)}
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _processor_s(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@bench.part(MODEL_FLAG, flag("--tokens", 2000, "of the prompt"), flag("--rounds", 4))
+def prompt(given: Given) -> Found:
+    """A prompt alone, to its first token, by the engine in this process."""
+    from paceline import LLM, SamplingParams
+
+    llm = LLM(given.model, enable_prefix_caching=False, max_model_len=given.tokens + 16)
+    rng, sampling = random.Random(0), SamplingParams(max_tokens=1, temperature=0.0)
+    took_s = []
+    for _ in range(given.rounds):
+        ids = [rng.randrange(100, 4000) for _ in range(given.tokens)]
+        started_s = time.perf_counter()
+        llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        took_s.append(time.perf_counter() - started_s)
+    speed = round(given.tokens / statistics.median(took_s), 1)
+    table("tokens", "median s", "tok/s")
+    row(given.tokens, round(statistics.median(took_s), 2), speed)
+    return {"tokens": given.tokens, "all_s": [round(one, 3) for one in took_s], "tokens_per_s": speed}
 
 
 # -- a busy machine ------------------------------------------------------------------------------------------

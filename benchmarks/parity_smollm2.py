@@ -5,7 +5,7 @@ windows, through `prompt_logprobs`; in float32, with torch's quantised product a
 rounding costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32
 numbers of the file; fp8 and int8 round inputs too, each token by its largest number.
 
-    python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only rounded]
+    python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only native]
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ bench = Benchmark(__doc__)
     flag("--text", None, "file whose perplexity is measured", kind=Path, required=True),
     flag("--tokens", 20_000, "to predict"),
     flag("--prompts", len(PROMPTS), "to continue"),
-    flag("--only", None, "of what is measured", choices=("parity", "rounded")),
+    flag("--only", None, "of what is measured", choices=("parity", "rounded", "native")),
     flag("--threads", 1),
 )
 def parity(given: Given) -> Found:
@@ -65,14 +65,21 @@ def parity(given: Given) -> Found:
     windows = _windows(tokenizer, given)
     prompts = [tokenizer.encode(text) for text in PROMPTS[: given.prompts]]
     results: Found = {"model": Path(given.model).name, "tokens": sum(len(window) - 1 for window in windows)}
-    if given.only != "rounded":
+    if given.only == "native":
+        losses = [
+            _note_loss(results, name, make_step, checkpoint.spec, windows)
+            for name, make_step in _backends(checkpoint, given)
+            if name != "quantised"
+        ]
+        results["native perplexity off by %"] = 100 * (math.exp(losses[1] - losses[0]) - 1)
+    if given.only in (None, "parity"):
         references, their_loss = _of_transformers(checkpoint, prompts, windows, results)
         for name, make_step in _backends(checkpoint, given):
             outputs = _timed(results, f"{name} text", partial(generate, make_step, checkpoint.spec, prompts))
             _note_text(results, name, references, outputs)
             loss = _note_loss(results, name, make_step, checkpoint.spec, windows)
             results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
-    if given.only != "parity":
+    if given.only in (None, "rounded"):
         _note_rounded(results, checkpoint, given, windows)
     for key, value in results.items():
         print(f"{key:32} {value:.5g}" if isinstance(value, float) else f"{key:32} {value}")

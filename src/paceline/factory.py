@@ -403,6 +403,7 @@ def _native_backend(
         if made:
             raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
         return ""
+    from paceline.runner.native.arena import AS_STORED
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
     from paceline.runner.native.step import NativeStep
@@ -426,6 +427,9 @@ def _native_backend(
     pulse, free = life
     threads = min(model.cpu_threads or free.most, free.most)
     notices = []
+    rounded = [name for name in checkpoint.quantized if name not in AS_STORED]
+    if rounded and model.quantization != "none":
+        notices.append(f"weights of {', '.join(rounded)} are computed as 8 bits with a scale for 32 inputs")
     if model.cpu_threads and model.cpu_threads > threads:
         notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
 

@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 
 from paceline.models.files.adapter import Adapter
 from paceline.models.files.stored import TensorSource
+from paceline.runner.native.arena import kinds_of, matrix_names
+from paceline.runner.native.layout import Q8_FINE
 from tests.native.matrices import group_scales
 
 Doubles = NDArray[np.float64]
 
 
 class Float64Model:
-    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, as in the kernels; those of an
-    adapter's have not."""
+    """Logits of whole sequences; `rounds_inputs`: inputs of products have eight bits, or sixteen, as in the kernels;
+    those of an adapter's have not."""
 
     def __init__(
         self, source: TensorSource, *, rounds_inputs: bool = True, adapter: Adapter | None = None
@@ -24,6 +26,8 @@ class Float64Model:
         spec = source.spec
         assert spec.experts is None and not (spec.qk_norm or spec.qkv_bias or spec.sandwich_norms)
         self._source, self._spec, self._rounds = source, spec, rounds_inputs
+        kinds = kinds_of(map(source.tensor, matrix_names(spec)), "auto")
+        self._input_bytes = 2 if Q8_FINE in kinds.values() else 1
         self._added = {} if adapter is None else adapter.parts
 
     def logits(self, tokens: Sequence[int], seen: NDArray[np.bool_] | None = None) -> Doubles:
@@ -73,7 +77,7 @@ class Float64Model:
             if pair is not None:
                 more = x @ pair.a.astype(np.float64).T @ pair.b.astype(np.float64).T
         if self._rounds:
-            q, scale = group_scales(x.astype(np.float32))
+            q, scale = group_scales(x.astype(np.float32), self._input_bytes)
             x = (q * scale[..., None]).reshape(x.shape)
         found: Doubles = x @ self._weight(name).T + more
         return found

@@ -36,10 +36,13 @@ def _random_q4_k(values: Floats) -> NDArray[np.uint8]:
     return blocks
 
 
-def group_scales(inputs: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def group_scales(inputs: Floats, input_bytes: int = 1) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Inputs as the kernels quantise them: integers, and a float32 scale for each group of 32."""
     grouped = inputs.reshape(len(inputs), -1, 32)
     top = np.abs(grouped).max(axis=-1)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
-    q = np.rint(grouped * inverse[..., None]).astype(np.int64)
-    return q, (top / np.float32(127)).astype(np.float64)
+    steps, scale = grouped * inverse[..., None], top / np.float32(127)
+    q = np.rint(steps)
+    if input_bytes == 2:
+        q, scale = 254 * q + np.rint((steps - q) * np.float32(254)), scale / np.float32(254)
+    return q.astype(np.int64), scale.astype(np.float64)

@@ -175,6 +175,15 @@ def test_a_cache_that_cannot_be_used_is_said_and_is_no_obstacle(
     assert not folder.is_dir() or not list(folder.glob("*.bin"))
 
 
+def test_what_is_kept_is_read_where_nothing_can_be_written(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose file system is read-only and whose image was made with `paceline warm`."""
+    compiler.load(folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert works(compiler.load(folder)) and compiler.times == 1 and compiler.said == []
+
+
 def test_starts_at_once_compile_once(compiler: Compiler, folder: Path) -> None:
     compiler.takes_s = 0.2
     found: list[bool] = []

@@ -50,7 +50,7 @@ THREADS = [(1,), (2,), (3,), (8,), (1, 8, 2, 3)]
 
 def spec_of(kind: str) -> ModelSpec:
     """Plain; or with windows, experts in two of three layers, norms of heads and biases."""
-    if kind == "plain":
+    if kind != "experts":
         return tiny_spec()
     experts = ExpertsSpec(num_experts=5, per_token=2, intermediate_size=64, normalize=True, layers=(0, 2))
     return replace(tiny_spec(tied=True, window=24), experts=experts, qk_norm=True, qkv_bias=True)
@@ -58,7 +58,9 @@ def spec_of(kind: str) -> ModelSpec:
 
 @cache
 def source(kind: str) -> QuantizedSource:
-    """Four bits, with eight in the embedding and in the values' matrix."""
+    """Four bits, with eight in the embedding and in the values' matrix; or eight bits alone."""
+    if kind == "bytes":
+        return QuantizedSource(spec_of(kind), "Q8_0")
     return QuantizedSource(spec_of(kind), "Q4_1", mixed=True)
 
 
@@ -102,7 +104,7 @@ def test_the_same_bits_as_alone(kind: str, kv_dtype: str, around: Circumstances)
     assert bool(run.hits) == around.caching
 
 
-@pytest.mark.parametrize("kind", ["plain", "experts"])
+@pytest.mark.parametrize("kind", ["plain", "experts", "bytes"])
 @pytest.mark.parametrize("threads", THREADS, ids=str)
 def test_the_same_bits_with_any_number_of_threads(kind: str, threads: tuple[int, ...]) -> None:
     around = Circumstances(threads=threads, budget=40)
@@ -164,6 +166,17 @@ def test_logits_are_those_of_the_same_arithmetic_in_float64(window: int | None) 
             to.append(np.abs(np.stack(found) - exact).max(axis=1) / np.abs(exact).max())
     assert np.mean(np.concatenate(gaps) < 1e-4) > 0.8 and np.concatenate(gaps).max() < 0.05
     assert np.concatenate(unrounded).min() > 1e-3, "this test would not see how inputs are rounded"
+
+
+def test_logits_of_eight_bits_are_those_of_inputs_that_are_not_rounded() -> None:
+    """Within a few ten-thousandths: inputs have sixteen bits."""
+    text = prompts()[4]
+    run = record_native(model("bytes"), [text], Circumstances(budget=7), num_new=1)
+    found = np.stack([np.frombuffer(run.bits[text[: count + 1]], np.float32) for count in range(len(text))])
+    for rounds in (True, False):
+        exact = Float64Model(source("bytes"), rounds_inputs=rounds).logits(text)
+        gaps = np.abs(found - exact).max(axis=1) / np.abs(exact).max()
+        assert gaps.max() < 5e-4 and (not rounds or np.median(gaps) < 1e-4)
 
 
 # ---------------------------------------------------------------- KV that is dropped

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.runner.native.arena import kind_of, pack
+from paceline.runner.native.arena import kinds_of, pack
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code
 from paceline.runner.native.layout import (
     GELU_TANH,
     INPUT_SCALES,
-    Q4,
     Q4_UNPACKED,
     Q8,
+    Q8_FINE,
+    QUANTISED,
     SILU,
     SUB_BLOCK,
     kv_head_bytes,
@@ -38,7 +39,10 @@ def bits(value: float) -> int:
 
 
 class Product:
-    """A matrix as panels and inputs as tiles; `run` gives [rows, outputs]."""
+    """A matrix as panels and inputs as tiles; `run` gives [rows, outputs].
+
+    `alone`: no matrix of the model has 4 bits.
+    """
 
     def __init__(
         self,
@@ -48,10 +52,14 @@ class Product:
         inputs: int,
         seed: int = 0,
         quantization: str = "auto",
+        *,
+        alone: bool = False,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.tensor = stored(rng.normal(0, 0.1, (outputs, inputs)).astype(np.float32), dtype)
-        self.kind = kind_of(self.tensor, quantization)
+        others = [] if alone else [stored(np.zeros((16, 32), np.float32), "Q4_0", "other")]
+        self.kind = kinds_of([self.tensor, *others], quantization)[self.tensor.name]
+        self.input_bytes = 2 if self.kind == Q8_FINE else 1
         panels = -(-outputs // 16)
         self.packed = aligned(panels * panel_bytes(self.kind, inputs))
         pack(self.tensor, self.kind, self.packed)
@@ -61,10 +69,10 @@ class Product:
         rows = len(x)
         tiles = -(-rows // 4)
         quantised, scales = (
-            aligned(tiles * 4 * self.inputs),
+            aligned(tiles * 4 * self.inputs * self.input_bytes),
             aligned(tiles * 4 * self.inputs // 32 * INPUT_SCALES),
         )
-        if self.kind in (Q4, Q8):
+        if self.kind in QUANTISED:
             for row in range(rows):
                 given = (
                     address(x[row]),
@@ -74,6 +82,7 @@ class Product:
                     self.inputs,
                     address(quantised),
                     address(scales),
+                    self.input_bytes,
                 )
                 self.code.probe("quantise", arguments(*given))
         out = np.full((rows, self.panels * 16), np.nan, np.float32)
@@ -85,13 +94,13 @@ class Product:
 
     def expected(self, x: Floats) -> NDArray[np.float64]:
         weights = self.tensor.to_float32().astype(np.float64)
-        if self.kind == Q8 and self.tensor.dtype != "Q8_0":
+        if self.kind in (Q8, Q8_FINE) and self.tensor.dtype != "Q8_0":
             weights = _rounded_to_bytes(weights)
         if self.tensor.dtype == "Q4_K":
             weights = _half_scales(self.packed, self.outputs, self.inputs)
-        if self.kind not in (Q4, Q8):
+        if self.kind not in QUANTISED:
             return x.astype(np.float64) @ weights.T
-        q, scale = group_scales(x)
+        q, scale = group_scales(x, self.input_bytes)
         rounded = (q * scale[..., None]).reshape(x.shape)
         found: NDArray[np.float64] = rounded @ weights.T
         return found
@@ -118,25 +127,41 @@ def _half_scales(packed: NDArray[np.uint8], outputs: int, inputs: int) -> NDArra
     return (q * scale + offset).reshape(-1, inputs)[:outputs]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "dtype, alone", [*((dtype, False) for dtype in TYPES), ("Q8_0", True), ("Q5_1", True)]
+)
 @pytest.mark.parametrize("shape", [(16, 256), (48, 512), (40, 768)])
-def test_a_product_is_the_one_of_its_panels(code: Code, dtype: str, shape: tuple[int, int]) -> None:
-    product = Product(code, dtype, *shape)
+def test_a_product_is_the_one_of_its_panels(
+    code: Code, dtype: str, alone: bool, shape: tuple[int, int]
+) -> None:
+    product = Product(code, dtype, *shape, alone=alone)
     rng = np.random.default_rng(1)
-    alone: Floats | None = None
+    first: Floats | None = None
     for rows in ROWS:
         x = rng.normal(0, 1, (rows, shape[1])).astype(np.float32)
         x[0] = np.sin(np.arange(shape[1]))
         found, expected = product.run(x), product.expected(x)
         np.testing.assert_allclose(found, expected, atol=1e-4 * max(1.0, float(np.abs(expected).max())))
-        alone = found[0] if alone is None else alone
-        assert np.array_equal(found[0], alone), f"a row's numbers depend on the {rows - 1} beside it"
+        first = found[0] if first is None else first
+        assert np.array_equal(found[0], first), f"a row's numbers depend on the {rows - 1} beside it"
 
 
-@pytest.mark.parametrize("dtype", ["Q4_1", "Q8_0", "F32"])
-def test_the_plain_path_gives_the_same_bits(code: Code, plain: Code, dtype: str) -> None:
+@pytest.mark.parametrize("dtype, alone", [("Q4_1", False), ("Q8_0", False), ("Q8_0", True), ("F32", False)])
+def test_the_plain_path_gives_the_same_bits(code: Code, plain: Code, dtype: str, alone: bool) -> None:
     x = np.random.default_rng(2).normal(0, 1, (9, 256)).astype(np.float32)
-    assert np.array_equal(Product(code, dtype, 32, 256).run(x), Product(plain, dtype, 32, 256).run(x))
+    found = [Product(kernels, dtype, 32, 256, alone=alone).run(x) for kernels in (code, plain)]
+    assert np.array_equal(found[0], found[1])
+
+
+def test_a_model_of_eight_bits_alone_has_finer_inputs(code: Code) -> None:
+    """A row's numbers are some hundred times as near to those of inputs that are not rounded."""
+    x = np.random.default_rng(4).normal(0, 1, (8, 768)).astype(np.float32)
+    off = []
+    for alone in (False, True):
+        product = Product(code, "Q8_0", 64, 768, alone=alone)
+        exact = x.astype(np.float64) @ product.tensor.to_float32().astype(np.float64).T
+        off.append(float(np.abs(product.run(x) - exact).max()))
+    assert off[1] < off[0] / 100
 
 
 def test_a_panels_unused_columns_stay_zero(code: Code) -> None:

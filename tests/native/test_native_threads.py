@@ -126,6 +126,28 @@ def test_threads_that_do_not_come_to_sleep_leave_no_wake_ups_behind() -> None:
         step.close()
 
 
+def test_a_step_with_fewer_threads_waits_for_one_that_is_late() -> None:
+    """A thread that has not left the last step's last meeting could lose its wake-up to one of the next."""
+    step = NativeStep(model(KIND), CONFIG, host_code(), 2, Changing((2, 2, 1)))
+    try:
+        expected = compute(step)
+        late = step.team._sleeping[LINE // 8 + 2 :]  # of the other thread: whether it is in a step
+        assert compute(step) == expected
+        while late[0]:
+            time.sleep(0)
+        late[0] = 1
+        found: list[bytes] = []
+        computing = threading.Thread(target=lambda: found.append(compute(step)))
+        computing.start()
+        computing.join(0.3)
+        assert computing.is_alive()
+        late[0] = 0
+        computing.join(10)
+        assert found == [expected]
+    finally:
+        step.close()
+
+
 @pytest.mark.parametrize("naps_s", [0.0, 0.3])
 def test_closing_ends_the_threads_awake_and_asleep(
     step: NativeStep, naps_s: float, caplog: pytest.LogCaptureFixture

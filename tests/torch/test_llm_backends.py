@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,21 @@ def test_a_quantised_file_is_not_quantised_again(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(files, "open_checkpoint", with_quantised_tensors)
     with pytest.raises(ConfigError, match="quantised already .Q4_1.; leave it at auto"):
         LLM(str(folder), quantization="int8", **OPTIONS)
+
+
+def test_types_that_are_rounded_anew_are_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_quantised_tensors(path: Path, **options: Any) -> files.Checkpoint:
+        checkpoint = open_checkpoint(path, **options)
+        return replace(checkpoint, stored=dict.fromkeys(("F32", "Q4_K", "Q6_K", "Q8_0"), files.StoredType()))
+
+    open_checkpoint = files.open_checkpoint
+    monkeypatch.setattr(files, "open_checkpoint", with_quantised_tensors)
+    with caplog.at_level(logging.INFO, "paceline"):
+        LLM(str(folder), **OPTIONS)
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("weights of Q6_K are computed as 8 bits with a scale for 32 inputs") == 1
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -92,11 +92,15 @@ class DeviceSpec:
     fixed_step_s: float  # host gap, launches and small kernels of a step, whatever its size
     matmul_curves: tuple[MatmulCurve, ...] = ()  # measured; empty: the shares of its limits an H200 reached
     element_bytes: int | None = None  # width the device computes in; None: the model's own
+    weight_bytes: float | None = (
+        None  # of a weight that is read, where weights are quantised; None: an element's
+    )
     source: str = ""
 
     def seconds_per_parameter(self, rows: float, element_bytes: int) -> float:
         """What no product can beat: reading its weights once, and the best rate the device reached."""
-        return max(element_bytes / self.read_bandwidth, 2.0 * rows / self.matmul_peak)
+        width = element_bytes if self.weight_bytes is None else self.weight_bytes
+        return max(width / self.read_bandwidth, 2.0 * rows / self.matmul_peak)
 
     def ridge_rows(self, element_bytes: int) -> float:
         """Rows at which reading the weights and multiplying with them take equally long."""
@@ -336,21 +340,27 @@ def _from_data_sheet(name: str, memory_bytes: int, host_link_bandwidth: float) -
 _CPU_2CORE = DeviceSpec(
     name="cpu-2core",
     memory_bytes=16 * GIB,
-    read_bandwidth=32e9,
-    matmul_peak=66e9,
-    # One shape was measured, 576 x 1536 in fp32 on two Neoverse-N1 cores.
+    read_bandwidth=18e9,
+    matmul_peak=168e9,
+    # What whole steps leave for products: see `CPU_2CORE_STEP_MS`.
     matmul_curves=(
         MatmulCurve(
-            layer_parameters=576 * 1536, rows=(1.0, 8.0, 32.0, 128.0), flops=(20e9, 32e9, 50e9, 66e9)
+            layer_parameters=MODELS["smollm2-135m"].layer_parameters,
+            rows=(1.0, 8.0, 32.0, 108.0),
+            flops=(47.6e9, 114e9, 147e9, 167.7e9),
         ),
     ),
-    attention_efficiency=0.6,
-    attention_flops=30e9,
+    attention_efficiency=0.89,
+    attention_flops=40e9,
     host_link_bandwidth=10e9,
-    fixed_step_s=4e-3,
+    fixed_step_s=0.35e-3,
     element_bytes=4,
-    source="read bandwidth and fp32 matrix products measured on two Neoverse-N1 cores; the rest assumed",
+    weight_bytes=0.73,
+    source="steps of SmolLM2-135M in 4 bits measured on two Neoverse-N1 cores; the rest assumed",
 )
+# Those steps, without an engine: rows of 140 tokens of context that decode, a prompt of 108 tokens, one of 2,000
+# (benchmarks/results/cpu_server_n1.json).
+CPU_2CORE_STEP_MS = {"1": 6.52, "8": 23.41, "32": 75.6, "prompt of 108": 158.8, "prompt of 2000": 6186.0}
 
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec

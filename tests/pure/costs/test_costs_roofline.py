@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.costs.cost_model import PiecewiseLinear, StepShape, span_context_products
 from paceline.costs.presets import (
+    CPU_2CORE_STEP_MS,
     DEVICES,
     H200_BULK_FLOPS,
     H200_STEP_MS,
@@ -100,7 +101,8 @@ def test_no_device_beats_its_own_limits(model: object, device: DeviceSpec) -> No
     for rows in (1, 3, 8, 100, 187, 300, 1024, 3000, 50_000):
         seconds = roofline.parts(StepShape(decode_rows=rows)).matmul_s
         weights = held.layers * held.layer_parameters
-        assert seconds >= 0.999 * weights * held.dtype_bytes / device.read_bandwidth
+        width = held.dtype_bytes if device.weight_bytes is None else device.weight_bytes
+        assert seconds >= 0.999 * weights * width / device.read_bandwidth
         assert seconds >= 0.999 * 2 * rows * weights / device.matmul_peak
 
 
@@ -131,12 +133,21 @@ def test_the_h100_reads_slower_and_multiplies_alike() -> None:
     assert h100.parts(bulk).matmul_s == pytest.approx(h200.parts(bulk).matmul_s, rel=1e-3)
 
 
-def test_two_cpu_cores_are_bound_by_memory_alone_and_by_arithmetic_together() -> None:
+def test_two_cpu_cores_take_what_their_steps_took() -> None:
     roofline = Roofline(model_shape("smollm2-135m"), device_spec("cpu-2core"))
-    weights = 30 * roofline.model.layer_parameters
-    one = roofline.parts(StepShape(decode_rows=1)).matmul_s
-    assert one == pytest.approx(weights * 4 / 32e9)
-    assert roofline.parts(StepShape(decode_rows=8)).matmul_s == pytest.approx(2 * 8 * weights / 32e9)
+    for name, measured_ms in CPU_2CORE_STEP_MS.items():
+        tokens = int(name.split()[-1])
+        shape = StepShape(decode_rows=tokens, decode_context=140 * tokens, logit_rows=tokens)
+        if name.startswith("prompt"):
+            products = tokens * (tokens + 1) // 2
+            shape = StepShape(prefill_tokens=tokens, prefill_context_products=products, logit_rows=1)
+        assert 1e3 * roofline.step_seconds(shape) == pytest.approx(measured_ms, rel=0.01), name
+
+
+def test_quantised_weights_are_read_in_their_own_width() -> None:
+    device = replace(device_spec("cpu-2core"), matmul_peak=1e15)
+    assert device.seconds_per_parameter(1, 4) == pytest.approx(0.73 / 18e9)
+    assert replace(device, weight_bytes=None).seconds_per_parameter(1, 4) == pytest.approx(4 / 18e9)
 
 
 counts = st.integers(min_value=0, max_value=20_000)

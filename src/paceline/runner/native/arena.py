@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from paceline.models.files.open import MADE_UP
 from paceline.models.files.records import INT4, INT8, Record, record_of, record_of_gguf
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.spec import ModelSpec
-from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, GROUP, Q4, Q8, panel_bytes
+from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, GROUP, Q4, Q8, Q8_FINE, panel_bytes
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -31,6 +31,7 @@ ALIGNED = 64
 ROUTER = "mlp.gate.weight"
 _DENSE = {"F32": F32, "F16": F16, "BF16": BF16, MADE_UP: F32}
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", INT4)
+AS_STORED = (*_FOUR_BITS, "Q8_0", INT8)  # other quantised types are rounded anew, to 8 bits
 # What 4 bits would harm most; files have more bits for them too.
 _EIGHT_AT_LEAST = ("embed_tokens.weight", "lm_head.weight")
 
@@ -81,6 +82,15 @@ def kind_of(tensor: StoredTensor, quantization: str = "auto") -> int:
     return Q4 if tensor.dtype in _FOUR_BITS else Q8
 
 
+def kinds_of(tensors: Iterable[StoredTensor], quantization: str) -> dict[str, int]:
+    """The kinds of a model's panels, by name. Where none has 4 bits, rounding the inputs to 8 would cost most of what 8
+    bits of the weights keep: inputs have 16 then."""
+    kinds = {tensor.name: kind_of(tensor, quantization) for tensor in tensors}
+    if Q4 in kinds.values():
+        return kinds
+    return {name: Q8_FINE if kind == Q8 else kind for name, kind in kinds.items()}
+
+
 def build_arena(
     source: TensorSource,
     names: list[str],
@@ -89,7 +99,7 @@ def build_arena(
 ) -> tuple[Arena, dict[str, Matrix]]:
     """The named matrices as panels."""
     tensors = [source.tensor(name) for name in names]
-    kinds = {tensor.name: kind_of(tensor, quantization) for tensor in tensors}
+    kinds = kinds_of(tensors, quantization)
     places, at = [], 0
     for tensor in tensors:
         outputs = -(-tensor.shape[0] // COLUMNS) * COLUMNS
@@ -122,7 +132,7 @@ def pack(tensor: StoredTensor, kind: int, to: Bytes) -> None:
     if kind == Q4:
         quads, scale, offset = _four_bits(tensor)
         _put_groups(to, quads, scale, offset, tensor.name)
-    elif kind == Q8:
+    elif kind in (Q8, Q8_FINE):
         quads, scale = _eight_bits(tensor)
         _put_groups(to, quads, scale, np.zeros_like(scale), tensor.name)
     else:

@@ -116,6 +116,8 @@ def load_code(isa: Isa, folder: Path, say: Callable[[str], None]) -> Code:
     path = _file(isa, folder)
     objection = _make_folder(folder)
     code = None if objection else _read(path, key)
+    if code is None and not objection and not os.access(folder, os.W_OK):
+        objection = f"{folder} cannot be written to"
     if code is None and not objection:
         try:
             with _alone(folder / "kernels.lock"):
@@ -143,8 +145,6 @@ def _make_folder(folder: Path) -> str:
             return f"{folder} belongs to another user"
         if found.st_mode & 0o022:
             return f"others may write to {folder} (chmod 700 {folder})"
-        if not os.access(folder, os.W_OK):
-            return f"{folder} cannot be written to"
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return ""

@@ -11,7 +11,10 @@ together are four inputs of one column:
 A weight is scale * q + offset. Quantised inputs stand four rows abreast, a tile, so that one load feeds four rows:
 
     x        [tile][quad][row][4]  bytes
-    scales   [tile][group][row](scale, scale * sum, -128 * sum as an integer, unused)
+    scales   [tile][group][row](scale, scale * sum, -128 * sum as an integer, -128 * sum of the rests)
+
+Where all quantised panels have 8 bits, inputs have 16: each group's bytes are followed by as many that count what
+rounding left of them, in steps of a 254th.
 
 Keys and values of one layer are cut into sub-blocks of 16 tokens; a block of the scheduler is one or more of them:
 
@@ -35,8 +38,10 @@ Q4_GROUP, Q8_GROUP = 320, 576  # bytes of a group of a panel
 Q4_UNPACKED = 640  # the same with bytes and float32 scales
 
 # Kinds of panels, by number in a step's parameters.
-Q4, Q8, F16, BF16, F32 = range(5)
-KINDS = ("q4", "q8", "f16", "bf16", "f32")
+Q4, Q8, F16, BF16, F32, Q8_FINE = range(6)  # the last: 8 bits with inputs of 16
+KINDS = ("q4", "q8", "f16", "bf16", "f32", "q8")
+QUANTISED = (Q4, Q8, Q8_FINE)
+REST_STEPS = 254  # of an input's first byte
 SILU, GELU_TANH = range(2)
 
 
@@ -47,7 +52,7 @@ def kv_head_bytes(dim: int, *, in_bytes: bool) -> int:
 
 def panel_bytes(kind: int, inputs: int) -> int:
     """Bytes of one panel of 16 outputs."""
-    if kind in (Q4, Q8):
+    if kind in QUANTISED:
         return inputs // GROUP * (Q4_GROUP if kind == Q4 else Q8_GROUP)
     return inputs * COLUMNS * (4 if kind == F32 else 2)
 
@@ -75,7 +80,7 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_NORM_EPS,
     S_SOFTMAX_SCALE,
     S_ACTIVATION,
-    S_IS_QUANTISED,
+    S_INPUT_BYTES,
     S_EMBEDDING_KIND,
     S_EMBEDDING,
     S_HEAD_KIND,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.spec import ModelSpec, RopeSpec, model_work
-from paceline.runner.native.arena import Arena, Matrix, build_arena, kind_of, matrix_names
+from paceline.runner.native.arena import Arena, Matrix, build_arena, kinds_of, matrix_names
 from paceline.runner.native.checks import Range
 from paceline.runner.native.layout import (
     COLUMNS,
@@ -21,8 +21,8 @@ from paceline.runner.native.layout import (
     GROUP,
     KINDS,
     LAYER,
-    Q4,
-    Q8,
+    Q8_FINE,
+    QUANTISED,
     SILU,
     SUB_BLOCK,
 )
@@ -38,7 +38,6 @@ _DECIMALS = Context(prec=40)
 
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-_QUANTISED = (Q4, Q8)
 # Operations of a core and bytes of all cores in a second, on a machine of the year 2019: a first guess.
 EXPECTED_QUANTISED, EXPECTED_DENSE, EXPECTED_MEMORY = 60e9, 16e9, 16e9
 
@@ -56,8 +55,8 @@ def objection(
         return "its layers turn different parts of a head"
     if block_size % SUB_BLOCK:
         return f"blocks of {block_size} tokens are not a multiple of {SUB_BLOCK}"
-    kinds = {name: kind_of(source.tensor(name), quantization) for name in matrix_names(spec)}
-    is_quantised = any(kind in _QUANTISED for kind in kinds.values())
+    kinds = kinds_of(map(source.tensor, matrix_names(spec)), quantization)
+    is_quantised = any(kind in QUANTISED for kind in kinds.values())
     sizes = {"hidden size": (spec.hidden_size, GROUP if is_quantised else COLUMNS)}
     sizes["head size"] = (spec.head_dim, GROUP if is_quantised or kv_dtype == "int8" else COLUMNS)
     sizes["intermediate size"] = (spec.intermediate_size, GROUP)
@@ -67,7 +66,7 @@ def objection(
         if size % step:
             return f"its {name} of {size} is not a multiple of {step}"
     for name, kind in kinds.items():
-        if is_quantised and kind not in _QUANTISED and name.endswith(("o_proj.weight", "down_proj.weight")):
+        if is_quantised and kind not in QUANTISED and name.endswith(("o_proj.weight", "down_proj.weight")):
             return f"{name} is dense among quantised matrices"
     return ""
 
@@ -83,7 +82,7 @@ class NativeModel:
     last_norm: int
     last_norm_weight: NDArray[np.float32]
     layers: NDArray[np.int64]  # [layer, field], see `layout.LAYER`
-    is_quantised: bool
+    input_bytes: int  # of what quantised matrices are multiplied with; 0: none is quantised
     max_positions: int
     ranges: list[Range]  # all of its memory
 
@@ -96,7 +95,7 @@ class NativeModel:
 
 def expected_seconds(model: NativeModel, threads: int) -> tuple[float, float]:
     """About what a step takes at least, and for each token more; what steps really take is learned while serving."""
-    speed = EXPECTED_QUANTISED if model.is_quantised else EXPECTED_DENSE
+    speed = EXPECTED_QUANTISED if model.input_bytes else EXPECTED_DENSE
     work = model_work(model.spec, weight_bytes=model.arena.size, kv_token_bytes=0.0)
     return model.arena.size / EXPECTED_MEMORY, work.token_flops / (speed * threads)
 
@@ -145,7 +144,10 @@ def build_model(
         last_norm=arena.keep(last_norm),
         last_norm_weight=last_norm,
         layers=layers,
-        is_quantised=any(matrix.kind in _QUANTISED for matrix in matrices.values()),
+        input_bytes=max(
+            (2 if matrix.kind == Q8_FINE else 1 for matrix in matrices.values() if matrix.kind in QUANTISED),
+            default=0,
+        ),
         max_positions=max_positions,
         ranges=[Range(name, matrix.at, matrix.size) for name, matrix in matrices.items()]
         + [Range.of("a small tensor", values) for values in arena.kept],

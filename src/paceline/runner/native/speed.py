@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code
-from paceline.runner.native.layout import COLUMNS, GROUP, INPUT_SCALES, Q4, Q4_UNPACKED, TILE, panel_bytes
+from paceline.runner.native.layout import (
+    COLUMNS,
+    GROUP,
+    INPUT_SCALES,
+    Q4,
+    Q4_UNPACKED,
+    Q8_FINE,
+    TILE,
+    panel_bytes,
+)
 
 ROWS, OUTPUTS, INPUTS = 32, 576, 1536  # a product of SmolLM2-135M
 
@@ -40,9 +49,10 @@ class Product:
             weights[:] = rng.integers(0, 60, len(weights))  # halves of such bytes are small numbers
         whole = -(-rows // TILE) * TILE
         x = rng.normal(0, 1, (whole, inputs)).astype(np.float32)
-        quantised, scales = aligned(whole * inputs), aligned(whole * inputs // GROUP * INPUT_SCALES)
+        width = 2 if kind == Q8_FINE else 1
+        quantised, scales = aligned(whole * inputs * width), aligned(whole * inputs // GROUP * INPUT_SCALES)
         for number in range(whole):
-            places = (x[number], number, inputs, 0, inputs, quantised, scales)
+            places = (x[number], number, inputs, 0, inputs, quantised, scales, width)
             code.probe("quantise", _column(places))
         out, unpacked = np.empty((whole, outputs), np.float32), aligned(inputs // GROUP * Q4_UNPACKED)
         # Addresses do not keep what they point to.

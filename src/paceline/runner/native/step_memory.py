@@ -58,7 +58,7 @@ class StepMemory:
             inner=spec.intermediate_size,
             vocabulary=model.head.outputs,
             activation=ACTIVATIONS[spec.activation],
-            is_quantised=int(model.is_quantised),
+            input_bytes=model.input_bytes,
             embedding_kind=model.embedding.kind,
             embedding=model.embedding.at,
             head_kind=model.head.kind,
@@ -127,10 +127,10 @@ class StepMemory:
 
     def _make_input(self, name: str, size: int, *, has_floats: bool = False) -> None:
         """Inputs of a product: floats, or bytes and their scales, or both."""
-        p, is_quantised = self.parameters, self._model.is_quantised
-        p.point(name, aligned(size * 4 if has_floats or not is_quantised else 4))
-        if is_quantised:
-            p.point(f"{name}_q", aligned(size))
+        p, width = self.parameters, self._model.input_bytes
+        p.point(name, aligned(size * 4 if has_floats or not width else 4))
+        if width:
+            p.point(f"{name}_q", aligned(size * width))
             p.point(f"{name}_scales", aligned(size // GROUP * INPUT_SCALES))
 
     def _make_experts(self, count: int) -> int:

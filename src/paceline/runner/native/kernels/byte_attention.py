@@ -57,7 +57,7 @@ def attend_bytes(zero, queries, first, end, table, subs, kv, block_bytes, dim, s
     for row in range(rows):
         low = min(low, get_int(first + 8 * row))
         high = max(high, get_int(end + 8 * row))
-        quantise_row(queries + row * dim * 4, row, dim, 0, dim, x, scales)
+        quantise_row(queries + row * dim * 4, row, dim, 0, dim, x, scales, 1)
     begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
     for block in range(begin, stop):
         keys = block_at(table, block, subs, kv, block_bytes)

@@ -35,7 +35,7 @@ from paceline.runner.native.kernels.emit import (
     widened,
 )
 from paceline.runner.native.kernels.simd import bundle_of, rows_of
-from paceline.runner.native.layout import INPUT_SCALES
+from paceline.runner.native.layout import INPUT_SCALES, REST_STEPS
 
 
 @intrinsic(prefer_literal=True)
@@ -115,7 +115,8 @@ _SIGNED_DOTS = _DOTS | {"avx512": _vnni_signed_dot, "avxvnni": _vnni_signed_dot,
 # whose last bit is worth 1: what is added to the bits is added to the float, as long as it is less than 2**22, and what
 # is left when the float is taken off again is exact.
 _IS_FLOAT_START = ISA.name == "neon"
-_FLOAT_START, _FLOAT_START_BITS = 3 << 22, 0x4B400000
+_FLOAT_START = 3 << 22
+_START_BITS = 0x4B400000 if _IS_FLOAT_START else 0
 
 
 def _counted(b: Any, counts: Any) -> Any:
@@ -136,18 +137,30 @@ def start_counts(typing, like, inputs, signed):
     return kind(like, address, signed), generate
 
 
-def _starts(b: Any, rows: int, inputs: Any, signed: bool) -> list[list[Any]]:
+def _starts(
+    b: Any, rows: int, inputs: Any, signed: bool, at: int = 8, otherwise: int = _START_BITS
+) -> list[list[Any]]:
+    """What takes off that signed weights are moved up, which stands at `at` of the scales, or a number."""
     if signed and _SIGNED_DOTS[ISA.name] is _vnni_signed_dot:
-        starts = [broadcast(b, load_at(b, inputs, I32, INPUT_SCALES * row + 8)) for row in range(rows)]
+        starts = [broadcast(b, load_at(b, inputs, I32, INPUT_SCALES * row + at)) for row in range(rows)]
     else:
-        starts = [constant(INTS, _FLOAT_START_BITS if _IS_FLOAT_START else 0)] * rows
+        starts = [constant(INTS, otherwise)] * rows
     return [[start] * len(PARTS) for start in starts]
 
 
+def _joined(b: Any, counts: list[list[Any]], rests: list[list[Any]]) -> list[list[Any]]:
+    """Counts of the inputs' first bytes and of what rounding left, in steps of the second ones."""
+    steps = constant(INTS, REST_STEPS)
+    return [
+        [b.add(b.mul(count, steps), rest) for count, rest in zip(*pair, strict=True)]
+        for pair in zip(counts, rests, strict=True)
+    ]
+
+
 # How the weights of a group stand in memory: nibbles with halves as scales, the same unpacked to bytes with floats, and
-# bytes with signs and halves.
-NIBBLES, UNPACKED, SIGNED = range(3)
-_WEIGHT_BYTES = {NIBBLES: 256, UNPACKED: 512, SIGNED: 512}
+# bytes with signs and halves, for inputs of one byte and of two.
+NIBBLES, UNPACKED, SIGNED, FINE = range(4)
+_WEIGHT_BYTES = {NIBBLES: 256, UNPACKED: 512, SIGNED: 512, FINE: 512}
 # Columns of a group: all, or a half of the registers.
 ALL, FIRST, SECOND = range(3)
 _CHOSEN = {ALL: PARTS, FIRST: PARTS[: len(PARTS) // 2], SECOND: PARTS[len(PARTS) // 2 :]}
@@ -172,7 +185,8 @@ def add_group(typing, sums, weights, inputs, scales, form, columns):
 def _add_columns(b: Any, rows: list[list[Any]], parts: range, at: Any, form: int) -> None:
     """`add_group` for the columns of some registers."""
     weights, inputs, scales = at
-    counts = _starts(b, len(rows), scales, form == SIGNED)
+    signed = form in (SIGNED, FINE)
+    counts = _starts(b, len(rows), scales, signed, otherwise=0 if form == FINE else _START_BITS)
 
     def load(quad: int) -> dict[int, Any]:
         return {part: load_at(b, weights, BYTES, 64 * quad + 4 * WIDTH * part) for part in parts}
@@ -185,8 +199,14 @@ def _add_columns(b: Any, rows: list[list[Any]], parts: range, at: Any, form: int
             _dot(b, counts, low, inputs, 16 * quad, False)
             _dot(b, counts, high, inputs, 64 + 16 * quad, False)
     else:
+        rests = _starts(b, len(rows), scales, True, at=12, otherwise=0)
         for quad in range(8):
-            _dot(b, counts, load(quad), inputs, 16 * quad, form == SIGNED)
+            found = load(quad)
+            _dot(b, counts, found, inputs, 16 * quad, signed)
+            if form == FINE:
+                _dot(b, rests, found, inputs, 128 + 16 * quad, True)
+        if form == FINE:
+            counts = _joined(b, counts, rests)
 
     def column(lane: int) -> Any:
         if form == UNPACKED:
@@ -200,8 +220,10 @@ def _add_columns(b: Any, rows: list[list[Any]], parts: range, at: Any, form: int
     for part in parts:
         scale, offset = column(WIDTH * part), column(LANES + WIDTH * part)
         for row, count, of_input, total in zip(rows, counts, of_inputs, totals, strict=True):
-            row[part] = fused(b, b.fmul(_counted(b, count[part]), scale), of_input, row[part])
-            row[part] = fused(b, offset, total, row[part])
+            counted = b.sitofp(count[part], FLOATS) if form == FINE else _counted(b, count[part])
+            row[part] = fused(b, b.fmul(counted, scale), of_input, row[part])
+            if not signed:  # bytes with signs have no offsets
+                row[part] = fused(b, offset, total, row[part])
 
 
 @intrinsic

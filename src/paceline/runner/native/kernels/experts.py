@@ -124,7 +124,7 @@ def gate_and_up(
     At `kinds` stand kind and address of the gate's panels, then of the others. `adapted`: the layer whose adapters add
     to both, where tokens have some; else 0.
     """
-    activation, is_quantised = get_int(p + at.S_ACTIVATION), get_int(p + at.S_IS_QUANTISED)
+    activation, width = get_int(p + at.S_ACTIVATION), get_int(p + at.S_INPUT_BYTES)
     gate_kind, gate, up_kind, up = (
         get_int(kinds),
         get_int(kinds + 8),
@@ -144,10 +144,10 @@ def gate_and_up(
             store_floats(gates + 128 * row, value)
     for row in range(rows):
         source = scratch + 128 * row
-        if is_quantised:
+        if width:
             to, to_scales = get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
-            quantise_row(source, first + row, inner, piece * 32, 32, to, to_scales)
-        if adapted != 0 or not is_quantised:
+            quantise_row(source, first + row, inner, piece * 32, 32, to, to_scales, width)
+        if adapted != 0 or not width:
             to = get_int(p + at.S_GATED) + ((first + row) * inner + piece * 32) * 4
             store_floats(to, load_floats(source))
             store_floats(to + 64, load_floats(source + 64))
@@ -208,9 +208,9 @@ def _gather(p):
         token = get_int(get_int(p + at.S_ENTRIES) + 8 * entry)
         if token >= 0:
             source = get_int(p + at.S_NORMED) + token * hidden * 4
-            if get_int(p + at.S_IS_QUANTISED):
+            if get_int(p + at.S_INPUT_BYTES):
                 x, scales = get_int(p + at.S_EXPERT_X_Q), get_int(p + at.S_EXPERT_X_SCALES)
-                quantise_row(source, entry, hidden, 0, hidden, x, scales)
+                quantise_row(source, entry, hidden, 0, hidden, x, scales, get_int(p + at.S_INPUT_BYTES))
             else:
                 to = get_int(p + at.S_EXPERT_X) + entry * hidden * 4
                 for offset in range(0, hidden * 4, 64):
@@ -233,7 +233,7 @@ def _gated_by_expert(p, layer, scratch, unpacked):
         if rows > 0:
             kinds = get_int(layer + at.L_EXPERTS) + expert * at.EXPERT_BYTES
             x = get_int(p + at.S_EXPERT_X) + first * hidden * 4
-            quantised = get_int(p + at.S_EXPERT_X_Q) + first * hidden
+            quantised = get_int(p + at.S_EXPERT_X_Q) + first * hidden * get_int(p + at.S_INPUT_BYTES)
             scales = get_int(p + at.S_EXPERT_X_SCALES) + first * (hidden // 32) * at.INPUT_SCALES
             gate_and_up(
                 p,
@@ -268,7 +268,7 @@ def _down_by_expert(p, layer, unpacked):
         if rows > 0:
             mine = get_int(layer + at.L_EXPERTS) + expert * at.EXPERT_BYTES
             x = get_int(p + at.S_GATED) + first * inner * 4
-            quantised = get_int(p + at.S_GATED_Q) + first * inner
+            quantised = get_int(p + at.S_GATED_Q) + first * inner * get_int(p + at.S_INPUT_BYTES)
             scales = get_int(p + at.S_GATED_SCALES) + first * (inner // 32) * at.INPUT_SCALES
             out = get_int(p + at.S_EXPERT_PARTS) + first * hidden * 4 + 64 * number
             kind, w = get_int(mine + at.E_DOWN_KIND), get_int(mine + at.E_DOWN)

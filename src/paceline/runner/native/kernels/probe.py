@@ -103,6 +103,7 @@ def probe(which, a):
                 get_int(a + 32),
                 get_int(a + 40),
                 get_int(a + 48),
+                get_int(a + 56),
             )
         elif which == NORM:
             norm(get_int(a), get_int(a + 8), get_int(a + 16), float_of_bits(get_int(a + 24)), get_int(a + 32))

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.runner.native.kernels.dots import (
     ALL,
+    FINE,
     FIRST,
     NIBBLES,
     SECOND,
@@ -40,6 +41,7 @@ from paceline.runner.native.layout import (
     Q4_GROUP,
     Q4_UNPACKED,
     Q8,
+    Q8_FINE,
     Q8_GROUP,
 )
 
@@ -49,13 +51,14 @@ _SCALES = 4 * INPUT_SCALES  # bytes of the scales of a tile and group
 
 def _tile(form: int, size: int, columns: int) -> Any:
     """A tile of up to four rows with some columns of a panel, whose groups have `size` bytes."""
+    step = 256 if form == FINE else 128
 
     @kernel
     def tile(sums, w, x, scales, groups):
         for _ in range(groups):
             sums = add_group(sums, w, x, scales, form, columns)
             w += size
-            x += 128
+            x += step
             scales += _SCALES
         return sums
 
@@ -67,6 +70,7 @@ def _tile(form: int, size: int, columns: int) -> Any:
 _IN_HALVES = len(PARTS) > 1
 _tile4, _first4, _second4 = (_tile(NIBBLES, Q4_GROUP, columns) for columns in (ALL, FIRST, SECOND))
 _tile8, _first8, _second8 = (_tile(SIGNED, Q8_GROUP, columns) for columns in (ALL, FIRST, SECOND))
+_fine, _fine_first, _fine_second = (_tile(FINE, Q8_GROUP, columns) for columns in (ALL, FIRST, SECOND))
 _whole, _first, _second = (_tile(UNPACKED, Q4_UNPACKED, columns) for columns in (ALL, FIRST, SECOND))
 
 
@@ -84,6 +88,14 @@ def _tall8(sums, w, x, scales, groups):
     if _IN_HALVES:
         return _second8(_first8(sums, w, x, scales, groups), w, x, scales, groups)
     return _tile8(sums, w, x, scales, groups)
+
+
+@kernel
+def _tall_fine(sums, w, x, scales, groups):
+    """The same with inputs of sixteen bits."""
+    if _IN_HALVES:
+        return _fine_second(_fine_first(sums, w, x, scales, groups), w, x, scales, groups)
+    return _fine(sums, w, x, scales, groups)
 
 
 @kernel
@@ -133,21 +145,29 @@ def _panel4(w, x, scales, rows, inputs, out, step, unpacked):
         store_rows(_tile4(zeros(1), w, x, scales, groups), out, step)
 
 
-@kernel
-def _panel8(w, x, scales, rows, inputs, out, step):
-    groups = inputs // 32
-    while rows >= 4:
-        store_rows(_tall8(zeros(4), w, x, scales, groups), out, step)
-        x += 4 * inputs
-        scales += _SCALES * groups
-        out += 4 * step
-        rows -= 4
-    if rows == 3:
-        store_rows(_tall8(zeros(3), w, x, scales, groups), out, step)
-    elif rows == 2:
-        store_rows(_tile8(zeros(2), w, x, scales, groups), out, step)
-    elif rows == 1:
-        store_rows(_tile8(zeros(1), w, x, scales, groups), out, step)
+def _bytes_panel(tall: Any, tile: Any, width: int) -> Any:
+    """A panel of 8 bits with inputs of `width` bytes."""
+
+    @kernel
+    def panel_of_bytes(w, x, scales, rows, inputs, out, step):
+        groups = inputs // 32
+        while rows >= 4:
+            store_rows(tall(zeros(4), w, x, scales, groups), out, step)
+            x += 4 * inputs * width
+            scales += _SCALES * groups
+            out += 4 * step
+            rows -= 4
+        if rows == 3:
+            store_rows(tall(zeros(3), w, x, scales, groups), out, step)
+        elif rows == 2:
+            store_rows(tile(zeros(2), w, x, scales, groups), out, step)
+        elif rows == 1:
+            store_rows(tile(zeros(1), w, x, scales, groups), out, step)
+
+    return panel_of_bytes
+
+
+_panel8, _panel_fine = _bytes_panel(_tall8, _tile8, 1), _bytes_panel(_tall_fine, _fine, 2)
 
 
 @kernel
@@ -200,6 +220,8 @@ def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacke
         _panel4(w + index * (inputs // 32) * 320, quantised, scales, rows, inputs, out, step, unpacked)
     elif kind == Q8:
         _panel8(w + index * (inputs // 32) * 576, quantised, scales, rows, inputs, out, step)
+    elif kind == Q8_FINE:
+        _panel_fine(w + index * (inputs // 32) * 576, quantised, scales, rows, inputs, out, step)
     elif kind == F32:
         _dense_panel(kind, w + index * inputs * 64, x, rows, inputs, out, step)
     else:

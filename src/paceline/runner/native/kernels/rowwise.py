@@ -37,10 +37,21 @@ from paceline.runner.native.kernels.simd import (
     to_ints,
     zero_below,
 )
-from paceline.runner.native.layout import BF16, F16, F32, GELU_TANH, INPUT_SCALES, Q4, Q8, TILE
+from paceline.runner.native.layout import (
+    BF16,
+    F16,
+    F32,
+    GELU_TANH,
+    INPUT_SCALES,
+    Q4,
+    Q8,
+    Q8_FINE,
+    REST_STEPS,
+    TILE,
+)
 
 _F = np.float32
-ZERO, ONE, TOP = _F(0), _F(1), _F(127)
+ZERO, ONE, TOP, RESTS = _F(0), _F(1), _F(127), _F(REST_STEPS)
 LOWEST, HIGHEST = _F(-87), _F(88)  # where e**x is still a normal float32
 LOG2_E, LN2_HIGH, LN2_LOW = _F(1.4426950408889634), _F(-0.693145751953125), _F(-1.428606765330187e-06)
 C2, C3, C4, C5, C6 = _F(0.5), _F(0.16666666), _F(0.041666635), _F(0.008333361), _F(0.0013888889)
@@ -64,16 +75,18 @@ def exp(x):
 
 
 @kernel
-def quantise(source, count, x, scales):
-    """`count` floats into one row of a tile; `x` and `scales` point at the row's place in the first group."""
+def quantise(source, count, x, scales, width):
+    """`count` floats into one row of a tile, as `width` bytes each; `x` and `scales` point at the row's place in the
+    first group."""
     for _ in range(count // 32):
         low = load_floats(source)
         high = load_floats(source + 64)
         top = largest(maximum(absolute(low), absolute(high)))
         # A group of zeros stays zeros; a number that is not finite makes the scale, and so the product, not finite.
         inverse = splat(TOP / top if top != ZERO else ZERO)
-        low_ints = to_ints(round_even(mul(low, inverse)))
-        high_ints = to_ints(round_even(mul(high, inverse)))
+        low, high = mul(low, inverse), mul(high, inverse)
+        low_whole, high_whole = round_even(low), round_even(high)
+        low_ints, high_ints = to_ints(low_whole), to_ints(high_whole)
         # Four rows lie abreast.
         store_quads(x, low_ints, 4 * TILE)
         store_quads(x + 64, high_ints, 4 * TILE)
@@ -82,18 +95,26 @@ def quantise(source, count, x, scales):
         put_float(scales, scale)
         put_float(scales + 4, scale * _F(total))
         put_int32(scales + 8, -128 * total)
+        if width == 2:
+            low_ints = to_ints(round_even(mul(sub(low, low_whole), splat(RESTS))))
+            high_ints = to_ints(round_even(mul(sub(high, high_whole), splat(RESTS))))
+            store_quads(x + 128, low_ints, 4 * TILE)
+            store_quads(x + 192, high_ints, 4 * TILE)
+            put_float(scales, scale / RESTS)
+            put_int32(scales + 12, -128 * sum_of_ints(add_ints(low_ints, high_ints)))
         source += 128
-        x += 4 * TILE * 8
+        x += 4 * TILE * 8 * width
         scales += TILE * INPUT_SCALES
 
 
 @kernel
-def quantise_row(source, row, inputs, first, count, x, scales):
+def quantise_row(source, row, inputs, first, count, x, scales, width):
     """Inputs `first` to `first + count` of a row, at `source`, into the tiles at `x` and `scales`."""
     tile, lane = row // TILE, row % TILE
-    at = x + tile * TILE * inputs + first * TILE + lane * 4
+    at = x + (tile * TILE * inputs + first * TILE) * width + lane * 4
     groups = inputs // 32
-    quantise(source, count, at, scales + ((tile * groups + first // 32) * TILE + lane) * INPUT_SCALES)
+    place = scales + ((tile * groups + first // 32) * TILE + lane) * INPUT_SCALES
+    quantise(source, count, at, place, width)
 
 
 @kernel
@@ -163,7 +184,7 @@ def rotate(head, half, cos, sin):
 def embed(kind, table, token, hidden, to):
     """One column of the embedding's panels: the vector of a token."""
     index, column = token // 16, token % 16
-    if kind in (Q4, Q8):
+    if kind in (Q4, Q8, Q8_FINE):
         size = 320 if kind == Q4 else 576
         words = 256 if kind == Q4 else 512
         for group in range(hidden // 32):
@@ -171,7 +192,7 @@ def embed(kind, table, token, hidden, to):
             scale = get_half(at + words + 2 * column)
             offset = get_half(at + words + 32 + 2 * column)
             for i in range(32):
-                if kind == Q8:
+                if kind != Q4:
                     q = get_byte(at + i // 4 * 64 + column * 4 + i % 4)
                 else:
                     pair = get_byte(at + i % 16 // 4 * 64 + column * 4 + i % 4) & 255

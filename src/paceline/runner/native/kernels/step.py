@@ -42,6 +42,7 @@ from paceline.runner.native.kernels.scalars import (
     put_int,
     sleep_on,
     wake,
+    yield_processor,
 )
 from paceline.runner.native.kernels.simd import load_floats, store_floats
 from paceline.runner.native.kernels.threads import (
@@ -96,7 +97,7 @@ def _add_delta(p, row, after, bias, scratch):
 def _rows(p, weight, after, bias, has_delta, scratch):
     """The residual takes in the last product; its norm is the next one's input."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
-    eps, is_quantised = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_IS_QUANTISED)
+    eps, width = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_INPUT_BYTES)
     while True:
         row = take(sync, 1)
         if row >= count:
@@ -105,10 +106,9 @@ def _rows(p, weight, after, bias, has_delta, scratch):
             _add_delta(p, row, after, bias, scratch)
         to = get_int(p + at.S_NORMED) + row * hidden * 4
         norm(get_int(p + at.S_RESIDUAL) + row * hidden * 4, hidden, weight, eps, to)
-        if is_quantised:
-            quantise_row(
-                to, row, hidden, 0, hidden, get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
-            )
+        if width:
+            x, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
+            quantise_row(to, row, hidden, 0, hidden, x, scales, width)
 
 
 @kernel
@@ -133,7 +133,7 @@ def _heads(p, layer, scratch, unpacked):
             part, index = at.PART_V, head - heads - kv_heads
             kind, w = get_int(layer + at.L_V_KIND), get_int(layer + at.L_V)
         x = get_int(p + at.S_NORMED) + start * hidden * 4
-        quantised = get_int(p + at.S_NORMED_Q) + start * hidden
+        quantised = get_int(p + at.S_NORMED_Q) + start * hidden * get_int(p + at.S_INPUT_BYTES)
         scales = get_int(p + at.S_NORMED_SCALES) + start * (hidden // 32) * 16
         for column in range(dim // at.COLUMNS):
             number = index * (dim // at.COLUMNS) + column
@@ -230,10 +230,11 @@ def _place_result(p, token, head, values):
     """What one head of a token found: an input of the output product."""
     dim = get_int(p + at.S_HEAD_DIM)
     width = get_int(p + at.S_HEADS) * dim
-    if get_int(p + at.S_IS_QUANTISED):
+    input_bytes = get_int(p + at.S_INPUT_BYTES)
+    if input_bytes:
         x, scales = get_int(p + at.S_ATTENDED_Q), get_int(p + at.S_ATTENDED_SCALES)
-        quantise_row(values, token, width, head * dim, dim, x, scales)
-    if get_int(p + at.S_ADAPTED) != 0 or not get_int(p + at.S_IS_QUANTISED):
+        quantise_row(values, token, width, head * dim, dim, x, scales, input_bytes)
+    if get_int(p + at.S_ADAPTED) != 0 or not input_bytes:
         to = get_int(p + at.S_ATTENDED) + (token * width + head * dim) * 4
         for offset in range(0, dim * 4, 64):
             store_floats(to + offset, load_floats(values + offset))
@@ -291,9 +292,9 @@ def _last(p, after, has_delta, scratch):
         if place >= 0:
             to = get_int(p + at.S_NORMED) + place * hidden * 4
             norm(residual, hidden, get_int(p + at.S_LAST_NORM), eps, to)
-            if get_int(p + at.S_IS_QUANTISED):
+            if get_int(p + at.S_INPUT_BYTES):
                 x, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
-                quantise_row(to, place, hidden, 0, hidden, x, scales)
+                quantise_row(to, place, hidden, 0, hidden, x, scales, get_int(p + at.S_INPUT_BYTES))
 
 
 @kernel
@@ -418,8 +419,22 @@ def _stay(thread, p):
         if peek(p + at.S_STOP):
             break
         if thread < seen % at.MOST_THREADS:
+            poke(mine + 16, 1)
             _step(thread, p)
+            poke(mine + 16, 0)
     poke(mine + 8, 0)
+
+
+@kernel
+def _wait_for_late(p, threads):
+    """Until all threads of the last step have left its last meeting.
+
+    In a step with the same threads the second meeting waits for them. One with others would go on without one that
+    still falls asleep, and could take the wake-up that is meant for it.
+    """
+    for other in range(1, threads):
+        while peek(get_int(p + at.S_SLEEPING) + at.LINE * other + 16):
+            yield_processor()
 
 
 @apart
@@ -431,6 +446,8 @@ def enter(thread, p):
     # The number of threads is part of the step's number: one that is late reads both or neither. Added, not stored:
     # the step has to be seen before it is asked who sleeps (`_stay`).
     last = peek(p + at.S_STEP)
+    if last % at.MOST_THREADS != get_int(p + at.S_THREADS):
+        _wait_for_late(p, last % at.MOST_THREADS)
     next_step = (last // at.MOST_THREADS + 1) * at.MOST_THREADS + get_int(p + at.S_THREADS)
     fetch_add(p + at.S_STEP, next_step - last)
     for other in range(1, get_int(p + at.S_THREADS)):

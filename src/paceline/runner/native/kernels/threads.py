@@ -76,7 +76,9 @@ def meet(p, laps, phase):
 # many are counted: one of the two sees the other. Both are added, not stored, so that no look comes before them. A
 # thread that was counted and did not sleep is taken off again; where a wake-up was made for it by then, the count is
 # one below nought, and the next thread to be counted takes that wake-up before it sleeps: none are left to add up. No
-# thread can come to the meeting after the next while another sleeps at this one: two lines are enough.
+# thread can come to the meeting after the next while another sleeps at this one: two lines are enough. A step with
+# other threads than the last one waits until all have left that (`enter`), or one of them could lose its wake-up to a
+# thread of this one.
 
 
 @kernel
@@ -95,6 +97,7 @@ def _sleep(sync, meeting, asleep):
     fetch_add(asleep, 1)
     pause()
     if peek(sync) == meeting:
+        pause()
         sleep_on(asleep + at.SEMAPHORE)
     else:
         fetch_add(asleep, -1)
