@@ -30,8 +30,8 @@ class States(Protocol):
         of its tokens there, or of the last of them; of an encoder all of its sequence, once that is whole."""
         ...
 
-    def classify(self, state: Floats) -> Floats:
-        """Scores of the labels, from the state of the first token."""
+    def classify(self, states: Floats) -> Floats:
+        """Scores of the labels, from the states of all tokens."""
         ...
 
 
@@ -98,7 +98,7 @@ class Pooler:
             return _softmax(compute.logits(np.array([last]))[0, list(wanted.token_ids)])
         states = compute.states(batch, index, only_last=kind not in (CLS, CLASSIFY))
         if kind == CLASSIFY:
-            return compute.classify(states[0])
+            return compute.classify(states)
         return _finished(states[0 if kind == CLS else -1], wanted)
 
 

@@ -15,6 +15,7 @@ from paceline.runner.native.checks import Range
 from paceline.runner.native.layout import (
     COLUMNS,
     EXPERT,
+    GELU,
     GELU_TANH,
     GROUP,
     KINDS,
@@ -26,7 +27,7 @@ from paceline.runner.native.layout import (
 )
 from paceline.runner.native.rope_tables import rope_tables
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU}
 _QUANTISED = (Q4, Q8)
 # Operations of a core and bytes of all cores in a second, on a machine of the year 2019: a first guess.
 EXPECTED_QUANTISED, EXPECTED_DENSE, EXPECTED_MEMORY = 60e9, 16e9, 16e9

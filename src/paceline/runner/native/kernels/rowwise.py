@@ -37,7 +37,7 @@ from paceline.runner.native.kernels.simd import (
     to_ints,
     zero_below,
 )
-from paceline.runner.native.layout import BF16, F16, F32, GELU_TANH, INPUT_SCALES, Q4, Q8, TILE
+from paceline.runner.native.layout import BF16, F16, F32, GELU, GELU_TANH, INPUT_SCALES, Q4, Q8, TILE
 
 _F = np.float32
 ZERO, ONE, TOP = _F(0), _F(1), _F(127)
@@ -45,6 +45,37 @@ LOWEST, HIGHEST = _F(-87), _F(88)  # where e**x is still a normal float32
 LOG2_E, LN2_HIGH, LN2_LOW = _F(1.4426950408889634), _F(-0.693145751953125), _F(-1.428606765330187e-06)
 C2, C3, C4, C5, C6 = _F(0.5), _F(0.16666666), _F(0.041666635), _F(0.008333361), _F(0.0013888889)
 GELU_LINE, GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
+
+
+# erf(x) = x * P(x^2) / Q(x^2), within 4 units of the last place, where it is not 1 yet.
+ERF_END, HALF, ROOT_HALF = _F(4), _F(0.5), _F(0.7071067811865476)
+P0, P1, P2, P3 = (
+    _F(-1.60960333262415e-02),
+    _F(-2.95459980854025e-03),
+    _F(-7.34990630326855e-04),
+    _F(-5.69250639462346e-05),
+)
+P4, P5, P6 = _F(-2.10102402082508e-06), _F(2.77068142495902e-08), _F(-2.72614225801306e-10)
+Q0, Q1, Q2 = _F(-1.42647390514189e-02), _F(-7.37332916720468e-03), _F(-1.68282697438203e-03)
+Q3, Q4_ = _F(-2.13374055278905e-04), _F(-1.45660718464996e-05)
+
+
+@kernel
+def erf(x):
+    """The error function; NaN stays NaN."""
+    bounded = minimum(maximum(x, splat(-ERF_END)), splat(ERF_END))
+    square = mul(bounded, bounded)
+    p = fma(splat(P6), square, splat(P5))
+    p = fma(p, square, splat(P4))
+    p = fma(p, square, splat(P3))
+    p = fma(p, square, splat(P2))
+    p = fma(p, square, splat(P1))
+    p = fma(p, square, splat(P0))
+    q = fma(splat(Q4_), square, splat(Q3))
+    q = fma(q, square, splat(Q2))
+    q = fma(q, square, splat(Q1))
+    q = fma(q, square, splat(Q0))
+    return div(mul(bounded, p), q)
 
 
 @kernel
@@ -130,7 +161,10 @@ def scale_row(to, factor, count):
 
 @kernel
 def activate(kind, gate, up):
-    """silu(gate) * up, or gelu by tanh, which is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate^3))."""
+    """silu(gate) * up, gelu by erf, or by tanh: gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate^3))."""
+    if kind == GELU:
+        half = mul(gate, splat(HALF))
+        return mul(fma(half, erf(mul(gate, splat(ROOT_HALF))), half), up)
     inner = gate
     if kind == GELU_TANH:
         cube = mul(mul(gate, gate), gate)
