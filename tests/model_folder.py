@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 CONTROLS = ("<|end|>", "<|start|>", "<s>", "</s>")
 END_OF_TURN, EOS = 0, 3
@@ -52,6 +52,29 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
     return folder
 
 
+ENCODER_MARKS = ("[PAD]", "[CLS]", "[SEP]")
+ENCODER_CONTEXT = 128
+
+
+def write_encoder(folder: Path, *, labels: int = 0, **changes: Any) -> Path:
+    """The same with an encoder, a classifier where it has labels, whose tokenizer knows pairs."""
+    kind = "BertForSequenceClassification" if labels else "BertModel"
+    named = {"id2label": {str(label): f"kind {label}" for label in range(labels)}} if labels else {}
+    sizes = {"num_attention_heads": 4, "max_position_embeddings": ENCODER_CONTEXT, "hidden_act": "gelu"}
+    write_model(folder, template=None, architectures=[kind], **sizes, **named, **changes)
+    backend = _backend(ENCODER_MARKS)
+    pad, cls, sep = ENCODER_MARKS
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(mark, ENCODER_MARKS.index(mark)) for mark in (cls, sep)],
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    marks = {"pad_token": pad, "cls_token": cls, "sep_token": sep}
+    (folder / "tokenizer_config.json").write_text(json.dumps(marks))
+    return folder
+
+
 def write_weights(folder: Path) -> Path:
     """Put random weights into a folder of `write_model`, so that it loads like any other."""
     from tests.pure.models.made import arrays_for, packed, spec_of
@@ -61,12 +84,12 @@ def write_weights(folder: Path) -> Path:
     return folder
 
 
-def _backend() -> Any:
+def _backend(controls: tuple[str, ...] = CONTROLS) -> Any:
     # Byte-level spells a space and a newline as other letters.
     spelled = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
-    vocabulary = {token: index for index, token in enumerate((*CONTROLS, *spelled))}
+    vocabulary = {token: index for index, token in enumerate((*controls, *spelled))}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(CONTROLS))
+    backend.add_special_tokens(list(controls))
     return backend

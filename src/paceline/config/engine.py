@@ -485,8 +485,8 @@ class ModelConfig(CheckedOptions):
     pooling: str = option(
         "auto",
         "what the vector of a text is; auto: what the model's files say; last or mean: of any model, which then "
-        "answers /v1/embeddings beside chat",
-        choices=("auto", "last", "mean", "cls"),
+        "answers /v1/embeddings beside chat; choice: no vectors, /v1/rerank asks yes or no (Qwen3-Reranker)",
+        choices=("auto", "last", "mean", "cls", "choice"),
     )
     seed: int = option(0, "seed of requests that have none", panel="Sampling")
     skip_tokenizer_init: bool = option(False, "token ids in and out, without a tokenizer", panel=None)

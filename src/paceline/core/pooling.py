@@ -34,6 +34,8 @@ class PoolingParams:
     dimensions: int | None = None  # only the first of its numbers
     normalize: bool = False  # to a length of 1, behind the cut
     token_ids: tuple[int, ...] = ()  # of choice
+    raw: bool = False  # of classify and choice: scores as they are, without sigmoid or softmax
+    second_at: int = 0  # where the second of two texts begins; 0: it is one text
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(self.token_ids))
@@ -49,8 +51,8 @@ class PoolingParams:
             raise InvalidRequest(
                 f"{FIELD}: choice, and no other kind, names 1 to {MAX_CHOICES} token ids", param=FIELD
             )
-        if not all(_is_whole(token, 0) for token in self.token_ids):
-            raise InvalidRequest(f"{FIELD}: token ids are whole numbers from 0", param=FIELD)
+        if not all(_is_whole(token, 0) for token in (*self.token_ids, self.second_at)):
+            raise InvalidRequest(f"{FIELD}: token ids and places are whole numbers from 0", param=FIELD)
 
     @classmethod
     def of(cls, given: Any) -> PoolingParams:

@@ -20,6 +20,7 @@ from paceline.llm.adapters import NamedAdapters
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
 from paceline.llm.outputs import RequestOutput
+from paceline.llm.pairs import InputReader, PooledModel
 from paceline.llm.prompts import (
     ChatPrompts,
     Messages,
@@ -51,6 +52,9 @@ class Frontend:
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.config.scheduler.max_model_len
         self.collector = Collector(loaded.tokenizer, loaded.engine.scheduler.finish_at, self.max_model_len)
+        self.pooled = PooledModel(
+            tokenizer=loaded.tokenizer, embedding=loaded.embedding, labels=loaded.checkpoint.spec.labels
+        )
         self._chat = ChatPrompts(loaded.tokenizer)
         self._reader = PromptReader(
             loaded.tokenizer,
@@ -58,18 +62,15 @@ class Frontend:
             max_model_len=self.max_model_len,
             seed=model_config.seed,
         )
+        self.inputs = InputReader(self.pooled, self._reader, self.max_model_len)
 
     @property
     def embedding(self) -> EmbeddingDefaults:
-        """How texts become vectors. Raises InvalidRequest where that is not known."""
-        found = self.loaded.embedding
-        if found is None:
-            raise InvalidRequest(
-                "the files of this model do not say what the vector of a text is: load it with "
-                "pooling='last' or 'mean'",
-                param="pooling",
-            )
-        return found
+        """How texts become vectors. Raises InvalidRequest where they do not."""
+        if reason := self.pooled.why_no_vectors:
+            raise InvalidRequest(reason, param="pooling")
+        assert self.pooled.embedding is not None
+        return self.pooled.embedding
 
     @property
     def default_sampling(self) -> SamplingParams:

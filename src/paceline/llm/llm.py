@@ -20,20 +20,18 @@ from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.offline import Submission, TreeInPlace, run_requests, stream_request
 from paceline.llm.outputs import RequestOutput
+from paceline.llm.pairs import LONGEST_FIRST, NOT_CUT, Cut, PooledInput, pair_up, plan_pairs
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 from paceline.llm.search import SearchResult, make_search
 from paceline.llm.tree import AsyncTree, Inserted, Tree, now
 from paceline.llm.vectors import (
     PoolingRequestOutput,
     Ranked,
-    Vector,
-    pair_up,
     pooled_sampling,
     prompted,
-    similarities,
+    ranked,
     vector_of,
 )
-from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.text.tools.reading import read_openai_tools
 
 # The progress bar of a batch: requests done, tokens per second in and out.
@@ -189,6 +187,7 @@ class LLM(ModelHolder):
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate: bool = False,
         use_tqdm: bool = True,
         lora_request: Adapters = None,
         **unsupported: Any,
@@ -196,61 +195,68 @@ class LLM(ModelHolder):
         """The vector of each text, in their order: `output.outputs.data`, or `.embedding` as a list.
 
         `dimensions`: only the first numbers of each; `normalize`: to a length of 1, by default as its files say;
-        `prompt_name`: one of the texts that they put before an input. Raises if one of the texts cannot have a vector.
+        `prompt_name`: one of the texts that they put before an input; `truncate`: texts that are too long are cut.
+        Raises if one of the texts cannot have a vector.
         """
         check_call(self.embed, unsupported)
         defaults = self._front.embedding
         sampling = pooled_sampling(defaults, dimensions=dimensions, normalize=normalize)
         listed = [prompted(prompt, defaults, prompt_name) for prompt in _listed(prompts)]
-        return self._pool(listed, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
+        cut = Cut(is_cut=truncate)
+        return self._pool(listed, sampling, use_tqdm=use_tqdm, cut=cut, lora_request=lora_request)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput]:
         """How well each label of a classifier fits each text: `output.outputs.probs`."""
-        options = self.loaded.checkpoint.spec.encoder
-        if options is None or not options.labels:
-            raise InvalidRequest("this model has no labels: load one with a classifier", param="model")
-        sampling = pooled_sampling(EmbeddingDefaults(kind=CLASSIFY), kind=CLASSIFY)
-        return self._pool(_listed(prompts), sampling, use_tqdm=use_tqdm)
+        if reason := self._front.pooled.why_no_labels:
+            raise InvalidRequest(reason, param="model")
+        return self._pool(_listed(prompts), pooled_sampling(None, kind=CLASSIFY), use_tqdm=use_tqdm)
 
     def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = True
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        raw: bool = False,
+        truncate: bool = False,
+        truncation_strategy: str = LONGEST_FIRST,
+        use_tqdm: bool = True,
     ) -> list[float]:
-        """How alike texts are, pair by pair: the cosine of their vectors. One text is compared with each other one."""
+        """How well texts fit together, pair by pair, or one text with each other one.
 
-        def embed(texts: list[str]) -> list[Vector]:
-            return [output.outputs.data for output in self.embed(texts, use_tqdm=use_tqdm)]
-
-        return similarities(embed, *pair_up(text_1, text_2))
+        A classifier of one label and a model that chooses (Qwen3-Reranker) read both texts at once; of others it is the
+        cosine of two vectors. `raw`: without sigmoid or softmax. `truncate`: pairs that are too long are cut, at the
+        end of the longer text (`longest_first`) or of the second (`only_second`).
+        """
+        ones, others = pair_up(text_1, text_2)
+        plan = plan_pairs(self._front.pooled, ones, others, raw=raw)
+        cut = Cut(is_cut=truncate, strategy=truncation_strategy)
+        found = self._pool(plan.inputs, plan.sampling, use_tqdm=use_tqdm, cut=cut, sources=plan.sources)
+        return plan.scores([output.outputs.data for output in found])
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, use_tqdm: bool = True
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
     ) -> list[Ranked]:
-        """Documents by how well they fit a query, the best first."""
+        """Documents by how well they fit a query, the best first. `options` are those of `score`."""
         if top_n is not None and top_n < 1:
             raise InvalidRequest(f"top_n must be at least 1, not {top_n}", param="top_n")
-        scores = self.score(query, documents, use_tqdm=use_tqdm)
-        ranked = [
-            Ranked(index=index, document=document, relevance_score=score)
-            for index, (document, score) in enumerate(zip(documents, scores, strict=True))
-        ]
-        return sorted(ranked, key=lambda each: -each.relevance_score)[:top_n]
+        return ranked(documents, self.score(query, documents, **options), top_n)
 
     def _pool(
         self,
-        prompts: Sequence[Prompt],
+        inputs: Sequence[PooledInput],
         sampling: SamplingParams,
         *,
         use_tqdm: bool,
+        cut: Cut = NOT_CUT,
+        sources: Sequence[int] | None = None,
         lora_request: Adapters = None,
     ) -> list[PoolingRequestOutput]:
-        prepared = []
-        for place, prompt in enumerate(prompts):
-            try:
-                prepared.append(self._front.read(prompt, sampling))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"input {place}: {error}", param="input") from None
+        def name(index: int) -> str:
+            return f"input {index if sources is None else sources[index]}"
+
+        prepared = self._front.inputs.read(inputs, sampling, name, cut)
         outputs = self._run(prepared, None, use_tqdm=use_tqdm, lora_request=lora_request)
         return [vector_of(output, place) for place, output in enumerate(outputs)]
 

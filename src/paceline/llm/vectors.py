@@ -1,18 +1,18 @@
-"""Vectors of texts: embeddings, and what is made of them: scores of pairs and ranked documents.
+"""Vectors of texts: embeddings, scores of labels and ranked documents.
 
-A text becomes one pooled request; many of them go through the engine together, beside whatever else it does. Pure but
-for the function that runs the requests.
+A text becomes one pooled request; many of them go through the engine together, beside whatever else it does. How pairs
+of texts are scored is in `pairs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.pooling import CLASSIFY, PoolingParams
+from paceline.core.pooling import CHOICE, CLASSIFY, PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.llm.outputs import RequestOutput
@@ -60,22 +60,28 @@ class Ranked:
 
 
 def pooled_sampling(
-    defaults: EmbeddingDefaults,
+    defaults: EmbeddingDefaults | None,
     *,
     kind: str | None = None,
     dimensions: int | None = None,
     normalize: bool | None = None,
+    raw: bool = False,
+    token_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
     """The parameters of a request for a vector; what is None is as the model has it."""
+    if kind in (CLASSIFY, CHOICE):
+        scores = PoolingParams(kind=kind, raw=raw, token_ids=token_ids)
+        return SamplingParams(pooling=scores, temperature=0.0, detokenize=False)
+    assert defaults is not None
     if dimensions is not None and dimensions > defaults.width:
         raise InvalidRequest(
             f"dimensions: {dimensions} are asked for, and a vector of this model has {defaults.width}",
             param="dimensions",
         )
     pooling = PoolingParams(
-        kind=kind or defaults.kind,
+        kind=defaults.kind,
         dimensions=dimensions,
-        normalize=(defaults.normalize if normalize is None else normalize) and kind != CLASSIFY,
+        normalize=defaults.normalize if normalize is None else normalize,
     )
     return SamplingParams(pooling=pooling, temperature=0.0, detokenize=False)
 
@@ -106,28 +112,10 @@ def vector_of(output: RequestOutput, place: int) -> PoolingRequestOutput:
     )
 
 
-def pair_up(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """One text against many, or two lists of equal length."""
-    ones, others = ([texts] if isinstance(texts, str) else list(texts) for texts in (first, second))
-    if len(ones) == 1:
-        ones *= len(others)
-    if len(ones) != len(others) or not ones:
-        raise InvalidRequest(
-            f"{len(ones)} texts and {len(others)}: give one and any number, or the same number of both",
-            param="text_2",
-        )
-    return ones, others
-
-
-def similarities(
-    embed: Callable[[list[str]], list[Vector]], ones: Sequence[str], others: Sequence[str]
-) -> list[float]:
-    """Cosines of pairs; each text is computed once."""
-    texts = list(dict.fromkeys([*ones, *others]))
-    vectors = dict(zip(texts, embed(texts), strict=True))
-    return [_cosine(vectors[one], vectors[other]) for one, other in zip(ones, others, strict=True)]
-
-
-def _cosine(one: Vector, other: Vector) -> float:
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[Ranked]:
+    """Documents by their scores, the best first."""
+    found = [
+        Ranked(index=index, document=document, relevance_score=score)
+        for index, (document, score) in enumerate(zip(documents, scores, strict=True))
+    ]
+    return sorted(found, key=lambda each: -each.relevance_score)[:top_n]

@@ -98,6 +98,11 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """What a classifier scores."""
+        return () if self.encoder is None else self.encoder.labels
+
+    @property
     def softmax_scale(self) -> float:
         scale: float = self.attention_scale or self.head_dim**-0.5
         return scale

@@ -286,6 +286,7 @@ class CPURunner:
             if self._pooler or sampling.pooling is not None:
                 self._pooler.join(row, sampling.pooling)
                 if sampling.pooling is not None:  # no token of it is ever drawn
+                    self._rows.second_at[row] = sampling.pooling.second_at
                     continue
             try:
                 self._sampler.join(row, sampling, known, int(self._rows.num_prompt[row]))

@@ -177,6 +177,7 @@ def check_encoder(
         "--kv-disk-dir": bool(model.kv_disk_dir or model.kv_store),
         "--mode": given.get("mode", "continuous") != "continuous",
         "--device cuda": model.device == "cuda",
+        "--pooling choice": model.pooling == CHOICE,
         "--quantization int4": model.quantization == "int4",
     }
     for name in (name for name, is_given in wrong.items() if is_given):

@@ -39,6 +39,7 @@ class DeviceRows:
         self.texts: Index = np.zeros(num_rows, np.int64)  # see RowJoins
         self.adapter: Index = np.zeros(num_rows, np.int64)
         self.dropped: Index = np.zeros(num_rows, np.int64)  # tokens that its tables have no entries for
+        self.second_at: Index = np.zeros(num_rows, np.int64)  # of rows that pool; see PoolingParams
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for

@@ -86,7 +86,7 @@ class ClassifierHead:
         self._norm = read(options.head_norm + ".weight") if options.head_norm else None
         self._scores, self._scores_bias = read(second + ".weight"), read(second + ".bias")
 
-    def scores(self, states: Floats, *, raw: bool = False) -> Floats:
+    def scores(self, states: Floats, *, raw: bool) -> Floats:
         """From the states of all tokens; of one label, how much it holds. `raw`: without softmax or sigmoid."""
         state = states.mean(axis=0) if self._options.head_mean else states[0]
         inner = self._dense @ state + self._dense_bias
@@ -145,7 +145,9 @@ class EncoderStep:
         for part in _parts(whole, ends, self._most_tokens):
             texts = [rows.tokens[batch.rows[index], : ends[index]] for index in part]
             with self._around(int(ends[part].sum())):
-                found = self._encoder.forward(texts, self._pulse.beat)
+                found = self._encoder.forward(
+                    texts, self._pulse.beat, rows.second_at[batch.rows[part]].tolist()
+                )
             for index, states in zip(part, found, strict=True):
                 self._states[index] = states
                 if not np.isfinite(states).all():
@@ -155,9 +157,9 @@ class EncoderStep:
     def states(self, batch: FlatBatch, index: int, *, only_last: bool) -> Floats:
         return self._states.get(index, self._none)
 
-    def classify(self, states: Floats) -> Floats:
+    def classify(self, states: Floats, *, raw: bool) -> Floats:
         assert self._head is not None
-        return self._head.scores(states)
+        return self._head.scores(states, raw=raw)
 
     def logits(self, tokens: Index) -> Floats:
         raise AssertionError("an encoder has no logits")

@@ -30,8 +30,8 @@ class States(Protocol):
         of its tokens there, or of the last of them; of an encoder all of its sequence, once that is whole."""
         ...
 
-    def classify(self, states: Floats) -> Floats:
-        """Scores of the labels, from the states of all tokens."""
+    def classify(self, states: Floats, *, raw: bool) -> Floats:
+        """Scores of the labels, from the states of all tokens; `raw`: without softmax or sigmoid."""
         ...
 
 
@@ -95,10 +95,11 @@ class Pooler:
             return None
         if kind == CHOICE:
             last = int(batch.last[index])
-            return _softmax(compute.logits(np.array([last]))[0, list(wanted.token_ids)])
+            logits = compute.logits(np.array([last]))[0, list(wanted.token_ids)]
+            return logits.astype(np.float32) if wanted.raw else _softmax(logits)
         states = compute.states(batch, index, only_last=kind not in (CLS, CLASSIFY))
         if kind == CLASSIFY:
-            return compute.classify(states)
+            return compute.classify(states, raw=wanted.raw)
         return _finished(states[0 if kind == CLS else -1], wanted)
 
 

@@ -261,6 +261,10 @@ ADMIN_NOTE = "Needs an admin key where the server has keys."
 # The groups of the page, by the beginnings of paths; the first match counts.
 TAGS = {
     "generate": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "vectors": (
+        *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score"),
+        *("/embed", "/rerank", "/score", "/classify", "/predict"),
+    ),
     "models and tokens": ("/v1/models", "/tokenize", "/detokenize"),
     "requests": ("/v1/requests", "/v1/estimate"),
     "files and batches": ("/v1/files", "/v1/batches"),

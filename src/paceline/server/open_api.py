@@ -91,6 +91,7 @@ def open_service(
         generation=checkpoint.generation,
         seed=model.seed,
         embedding=checkpoint.pooled(model.pooling),
+        labels=checkpoint.spec.labels,
     )
     settings = ServiceSettings(
         limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),

@@ -20,7 +20,7 @@ import tokenizers
 from paceline.errors import InputError, InvalidRequest
 from paceline.models.files.open import Checkpoint
 from paceline.text.gguf_tokenizer import read_gguf
-from paceline.text.tokenizer_parts import TokenizerParts, guarded, is_marker, unique
+from paceline.text.tokenizer_parts import PairMarks, TokenizerParts, guarded, is_marker, unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,26 @@ class Tokenizer:
             return [*self._parts.prefix_ids, *ids, *self._parts.suffix_ids]
         return ids
 
+    def encode_many(self, texts: Sequence[str], param: str = "prompt") -> list[list[int]]:
+        """The ids of texts from outside, without those around a text."""
+        try:
+            # The batch call is the one that lets other threads run meanwhile.
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError as error:  # what the library says of a text that has no UTF-8
+            message = "the text holds half of a surrogate pair; send valid Unicode"
+            raise InvalidRequest(message, param=param) from error
+        return [encoded.ids for encoded in found]
+
     @property
-    def suffix_ids(self) -> Sequence[int]:
-        """What `encode` puts behind a text."""
-        return self._parts.suffix_ids
+    def around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What `encode` puts before and behind a text."""
+        return self._parts.prefix_ids, self._parts.suffix_ids
+
+    @property
+    def pair_marks(self) -> PairMarks:
+        """What stands around two texts that are read as one."""
+        before, behind = self.around
+        return self._parts.pair or PairMarks(before=tuple(before), behind=tuple(behind))
 
     def encode_template(self, prompt: RenderedPrompt) -> list[int]:
         """The ids of a rendered template: one pass over the whole text, control tokens where it says so."""
@@ -111,13 +127,7 @@ class Tokenizer:
         return len(self.encode(text, add_special_tokens=add_special_tokens))
 
     def _encode(self, text: str, param: str) -> list[int]:
-        try:
-            # The batch call is the one that lets other threads run meanwhile.
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:  # what the library says of a text that has no UTF-8
-            message = "the text holds half of a surrogate pair; send valid Unicode"
-            raise InvalidRequest(message, param=param) from error
-        ids: list[int] = encoded.ids
+        (ids,) = self.encode_many([text], param)
         return ids
 
     # -- ids to text ---------------------------------------------------------------------------------------
@@ -293,7 +303,7 @@ def _parts(description: Json, config: Json, folder: Path) -> TokenizerParts:
     tokens = _token_names(description["model"], added)
     special_ids = frozenset(int(entry["id"]) for entry in added if entry["special"])
     lookup = {**{text: index for index, text in enumerate(tokens) if text is not None}, **ids}
-    prefix, suffix = _around(description.get("post_processor"), config, lookup, named)
+    prefix, suffix, pair = _around(description.get("post_processor"), config, lookup, named)
     end = [lookup.get(named.get("eos_token", "")), *_generation_ends(folder)]
     return TokenizerParts(
         backend=_backend(description, added, control),
@@ -306,6 +316,7 @@ def _parts(description: Json, config: Json, folder: Path) -> TokenizerParts:
         eos_token_ids=unique(end),
         prefix_ids=prefix,
         suffix_ids=suffix,
+        pair=pair,
         template_tokens=named,
         chat_template=_chat_template(config, folder),
     )
@@ -412,36 +423,51 @@ def _touches(merge: str | list[str], guards: Mapping[str, str]) -> bool:
 
 def _around(
     processor: Json | None, config: Json, lookup: Mapping[str, int], named: Mapping[str, str]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids before and after a text: as tokenizer.json says, or by the flags of the config where it is silent."""
+) -> tuple[tuple[int, ...], tuple[int, ...], PairMarks | None]:
+    """The ids before and after a text, and around two: as tokenizer.json says, or by the flags of the config where it
+    is silent."""
     before: list[int] = []
     after: list[int] = []
+    pair: PairMarks | None = None
     is_told = False
     for step in (processor or {}).get("processors", [processor] if processor else []):
         if step["type"] == "TemplateProcessing":
-            front, back = _template_ids(step)
+            front, back = _template_ids(step, "single")
+            pair = _pair_template(step)
         elif step["type"] in ("BertProcessing", "RobertaProcessing"):
             front, back = [int(step["cls"][1])], [int(step["sep"][1])]
+            is_bert = step["type"] == "BertProcessing"
+            between = tuple(back) if is_bert else (*back, *back)
+            pair = PairMarks(before=tuple(front), between=between, behind=tuple(back), has_types=is_bert)
         else:
             continue
         before, after, is_told = front + before, after + back, True
     if is_told:
-        return tuple(before), tuple(after)
+        return tuple(before), tuple(after), pair
     begin = lookup.get(named.get("bos_token", "")) if config.get("add_bos_token") else None
     end = lookup.get(named.get("eos_token", "")) if config.get("add_eos_token") else None
-    return unique([begin]), unique([end])
+    return unique([begin]), unique([end]), None
 
 
-def _template_ids(step: Json) -> tuple[list[int], list[int]]:
-    before: list[int] = []
-    after: list[int] = []
-    side = before
-    for item in step["single"]:
+def _pair_template(step: Json) -> PairMarks | None:
+    types = [item["Sequence"]["type_id"] for item in step.get("pair", ()) if "Sequence" in item]
+    if len(types) != 2:
+        return None
+    before, between, behind = _template_ids(step, "pair")
+    return PairMarks(
+        before=tuple(before), between=tuple(between), behind=tuple(behind), has_types=types == [0, 1]
+    )
+
+
+def _template_ids(step: Json, name: str) -> list[list[int]]:
+    """The ids before each sequence of a template, and behind the last."""
+    sides: list[list[int]] = [[]]
+    for item in step[name]:
         if "Sequence" in item:
-            side = after
+            sides.append([])
         else:
-            side.extend(int(token) for token in step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
-    return before, after
+            sides[-1] += (int(token) for token in step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    return sides
 
 
 def _generation_ends(folder: Path) -> list[int | None]:

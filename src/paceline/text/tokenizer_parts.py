@@ -36,6 +36,20 @@ END_OF_TURN = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMarks:
+    """What stands around two texts that are read as one."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    has_types: bool = False  # the second text, and what stands behind it, is of the second token type
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + len(self.between) + len(self.behind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizerParts:
     """Everything `Tokenizer` needs. Token ids index `tokens`; a hole in the vocabulary is None."""
@@ -50,6 +64,7 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...] = ()
     prefix_ids: tuple[int, ...] = ()  # put before a text encoded with special tokens
     suffix_ids: tuple[int, ...] = ()
+    pair: PairMarks | None = None  # None: the texts stand side by side between prefix and suffix
     # `bos_token`, `eos_token`, ... for a chat template.
     template_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None

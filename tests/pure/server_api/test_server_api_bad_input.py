@@ -138,7 +138,7 @@ def test_what_clients_send_along_changes_nothing() -> None:
 def test_routes_that_are_not_here_say_so() -> None:
     api = Api()
     missing: list[Route] = [route for route in api.routes.values() if not route.openapi]
-    assert {"/v1/rerank", "/v1/audio/{rest:path}", "/v1/batches"} <= {route.path for route in missing}
+    assert {"/embed_sparse", "/v1/audio/{rest:path}", "/v1/batches"} <= {route.path for route in missing}
     for route in missing:
         status, code, _ = refusal(api, route.path, {}, method=route.methods[0])
         assert (status, code) == (404, "unsupported_route")

@@ -26,7 +26,8 @@ Answer a file of requests in the OpenAI batch format.
   paceline run-batch requests.jsonl results.jsonl
   paceline run-batch -i requests.jsonl -o results.jsonl --model org/model
 
-A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body": {...}}.
+A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; other
+urls are /v1/completions and, where the model makes vectors, /v1/embeddings, /v1/rerank and /v1/score.
 Results are written in the order they finish. A request that fails gets a result with an error, and the command exits
 with 1. Run the same command again after a crash or Ctrl-C: lines that have a result are skipped.
 """

@@ -23,11 +23,16 @@ from paceline.guide.check import check
 from paceline.llm.frontend import Frontend
 from paceline.llm.offline import Submission, run_requests
 from paceline.llm.outputs import RequestOutput
+from paceline.llm.pairs import TextPair
 from paceline.llm.prompts import PreparedRequest
+from paceline.server.api.limits import OWN_LIMITS
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_body
 from paceline.server.api.openai_responses import chat_body, completion_body, error_body
-from paceline.server.errors import UnknownModel
+from paceline.server.api.pooled_routes import IN_BATCHES, pooled_forms
+from paceline.server.errors import UnknownModel, UnsupportedRoute
+from paceline.server.generate.generation import Usage
+from paceline.server.generate.pooled import prepare_inputs
 
 # The two files of a batch: requests line by line, and results that survive a crash.
 #
@@ -173,6 +178,7 @@ def _custom_id(envelope: Mapping[str, Any]) -> str:
     return custom_id
 
 
+URLS = (CHAT, COMPLETIONS, *IN_BATCHES)
 BAD_REQUEST, NOT_FOUND, INTERNAL_ERROR = 400, 404, 500
 
 
@@ -251,6 +257,7 @@ class BatchRun:
             max_model_len=front.max_model_len,
             generation=front.loaded.checkpoint.generation,
         )
+        self._forms = pooled_forms(front.pooled, OWN_LIMITS)
         self._results = results
         self._progress = progress
         self._open: dict[int, Line] = {}
@@ -284,13 +291,19 @@ class BatchRun:
         self, number: int, custom_id: str, envelope: Mapping[str, Any]
     ) -> tuple[Line, list[PreparedRequest]]:
         url, content = _target(envelope)
+        if url in IN_BATCHES:
+            body = self._forms[url].parse(content, self._facts, strict=True)
+            prepared = prepare_inputs(body, self._front.inputs)
+            line = Line(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
+            return line, prepared
         body = parse_body(url, content, self._facts)
         if body.sampling.structured_outputs is not None:
             check(body.sampling.structured_outputs, body.structure_field)
         if body.messages is not None:
             prepared = [self._front.read_chat(body.messages, body.sampling, **body.template)]
         else:
-            prepared = [self._front.read(prompt, body.sampling) for prompt in body.prompts]
+            prompts = (prompt for prompt in body.prompts if not isinstance(prompt, TextPair))
+            prepared = [self._front.read(prompt, body.sampling) for prompt in prompts]
         line = Line(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
         return line, prepared
 
@@ -323,9 +336,20 @@ class BatchRun:
         assert tokenizer is not None
         if line.url == COMPLETIONS:
             return completion_body(line.body, outputs, tokenizer)
+        if line.url in IN_BATCHES:
+            num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+            num_cached = sum(output.num_cached_tokens for output in outputs)
+            usage = Usage(num_prompt=num_prompt, num_output=0, num_cached=num_cached)
+            found: dict[str, Any] = self._forms[line.url].shape(line.body, outputs, usage)
+            return found
         return chat_body(line.body, outputs[0], tokenizer)
 
     def _refuse(self, number: int, custom_id: str | None, error: Exception) -> None:
+        if isinstance(error, UnsupportedRoute):
+            message = f"line {number}: {error}"
+            body = error_body(message, kind="not_found_error", code="unsupported_route")
+            self._write(number, custom_id, NOT_FOUND, body)
+            return
         if not isinstance(error, InvalidRequest):
             message = f"line {number} could not be read: {type(error).__name__}"
             body = error_body(message, kind="server_error", code="internal_error")
@@ -360,8 +384,8 @@ def _target(envelope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     method, url, body = (envelope.get(name) for name in ("method", "url", "body"))
     if method != "POST":
         raise InvalidRequest(f"method must be POST, not {method!r:.100}", param="method")
-    if url not in (CHAT, COMPLETIONS):
-        raise InvalidRequest(f"url must be {CHAT} or {COMPLETIONS}, not {url!r:.200}", param="url")
+    if url not in URLS:
+        raise InvalidRequest(f"url must be one of {', '.join(URLS)}, not {url!r:.200}", param="url")
     if not isinstance(body, dict):
         raise InvalidRequest("body must be an object", param="body")
     return url, body

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.core.pooling import CLS, LAST, MEAN
+from paceline.core.pooling import CHOICE, CLS, LAST, MEAN
 from paceline.models.files.config_fields import CheckpointError, Fields, parse_json, read_json, shown
 from paceline.models.files.folder import ModelFolder, is_own_blob
 
@@ -35,6 +35,7 @@ class EmbeddingDefaults:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)  # text put before an input, by name
     default_prompt: str = ""  # the name of one of them, or nothing
+    token_ids: tuple[int, ...] = ()  # of choice: the token that says no, and the one that says yes
     width: int = 0  # numbers of a vector
     max_length: int | None = (
         None  # tokens that the model was trained with; longer inputs are cut there if asked
@@ -47,10 +48,14 @@ def embedding_defaults(folder: ModelFolder) -> EmbeddingDefaults | None:
     if path is None:
         return None
     kind, normalize = None, False
+    token_ids: tuple[int, ...] = ()
     for entry in _modules(path):
         name = entry.text("type").rpartition(".")[2]
         if name == "Pooling":
-            kind = _kind(folder, entry.text("path"))
+            kind = _kind(_part(folder, entry.text("path")))
+        elif name == "LogitScore":
+            part = _part(folder, entry.text("path"))
+            kind, token_ids = CHOICE, (_token(part, "false_token_id"), _token(part, "true_token_id"))
         elif name == "Normalize":
             normalize = True
         elif name != "Transformer":
@@ -68,7 +73,12 @@ def embedding_defaults(folder: ModelFolder) -> EmbeddingDefaults | None:
         else Fields(length, str(folder.path / LENGTH)).optional_integer("max_seq_length")
     )
     return EmbeddingDefaults(
-        kind=kind, normalize=normalize, prompts=prompts, default_prompt=default, max_length=longest
+        kind=kind,
+        normalize=normalize,
+        prompts=prompts,
+        default_prompt=default,
+        token_ids=token_ids,
+        max_length=longest,
     )
 
 
@@ -81,14 +91,22 @@ def _modules(path: Path) -> list[Fields]:
     return [Fields(entry, f"{path}: part {index}") for index, entry in enumerate(entries)]
 
 
-def _kind(folder: ModelFolder, part: str) -> str:
+def _part(folder: ModelFolder, part: str) -> Fields:
+    """The settings of one of the parts."""
     where = folder.path / part / "config.json"
     if Path(part).name != part or not where.is_file():
         raise CheckpointError(f"{where}: there is no such file; download the model again")
     home, real = folder.path.resolve(), where.resolve()
     if real.parent != home / part and not is_own_blob(real, home):
         raise CheckpointError(f"{where}: is a link that leads out of the folder; copy the file into it")
-    fields = Fields(read_json(where), str(where))
+    return Fields(read_json(where), str(where))
+
+
+def _token(fields: Fields, name: str) -> int:
+    return fields.integer(name, minimum=0)
+
+
+def _kind(fields: Fields) -> str:
     if fields.has("pooling_mode"):
         named = fields.get("pooling_mode")
         names = [named] if isinstance(named, str) else list(fields.sequence("pooling_mode"))
@@ -97,7 +115,7 @@ def _kind(folder: ModelFolder, part: str) -> str:
         modes = [name for name in fields.names() if name.startswith("pooling_mode_") and fields.flag(name)]
         chosen = [_KINDS.get(name, "") for name in modes]
     if len(chosen) != 1 or not chosen[0]:
-        raise CheckpointError(f"{where}: pooling must be one of {', '.join(_KINDS)}")
+        raise CheckpointError(f"{fields.where}: pooling must be one of {', '.join(_KINDS)}")
     return chosen[0]
 
 

@@ -156,7 +156,7 @@ class GenerationRoute:
 
     def whole(
         self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
-    ) -> dict[str, Any]:
+    ) -> Any:
         raise NotImplementedError
 
     def found(self, call: Call, body: ParsedBody, found: Found) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class RequestLimits:
 
     branches: int = 8  # n
     prompts: int = 64  # in one request to /v1/completions
-    inputs: int = 2_048  # in one request to /v1/embeddings
+    inputs: int = 2_048  # in one request for vectors: texts, or documents of a query
     messages: int = 1_024
     # `max_tokens` up to here is no error, even if it exceeds the context.
     answer_tokens: int = 1_000_000
@@ -54,6 +54,7 @@ SERVER_LIMITS = RequestLimits()
 OWN_LIMITS = RequestLimits(
     branches=MAX_BRANCHES,
     prompts=1_000_000,
+    inputs=1_000_000,
     messages=16_384,
     answer_tokens=2**31 - 1,
     prompt_chars_per_token=64,

@@ -6,7 +6,7 @@ wrong is found. Used by the server and for files of requests alike; knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -15,6 +15,7 @@ from paceline.core.adapter import AdapterInfo
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.tree_limits import TreeLimits
 from paceline.errors import InvalidRequest
+from paceline.llm.pairs import NOT_CUT, Cut, PairPlan, PooledInput, TextPair
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.access.caller import Caller
@@ -50,13 +51,25 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledBody:
+    """What a call for vectors wants beside the requests for them."""
+
+    given: Mapping[str, Any]  # the fields of its body
+    name: Callable[[int], str]  # what one of its inputs is called where it is wrong
+    cut: Cut = NOT_CUT
+    plan: PairPlan | None = None  # of pairs that are scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
     """One request: a conversation, or prompts that are answered side by side."""
 
     model: str
     sampling: SamplingParams
     messages: Sequence[Any] | None = None
-    prompts: tuple[str | list[int], ...] = ()
+    prompts: tuple[
+        PooledInput, ...
+    ] = ()  # texts or token ids; pairs and the like only where vectors are wanted
     template: Mapping[str, Any] = field(
         default_factory=dict
     )  # how it is rendered: arguments of `ChatPrompts.render`, tools and reasoning among them
@@ -76,9 +89,7 @@ class ParsedBody:
     tree: TreeLimits | None = None  # of each prompt and what is forked from it
     search: Search | None = None  # how answers are looked for; `sampling.n` of them are given
     ignored: tuple[str, ...] = ()  # unknown fields
-    # Of vectors: how they are written, and whether inputs that are too long are cut.
-    encoding: str = "float"
-    is_cut: bool = False
+    pooled: PooledBody | None = None  # it wants vectors
 
     @property
     def tools(self) -> ToolUse | None:
@@ -93,7 +104,8 @@ class ParsedBody:
     def shown_prompt(self) -> str:
         """What a user wrote last, as far as it is text."""
         if self.messages is None:
-            return next((prompt for prompt in self.prompts if isinstance(prompt, str)), "")
+            shown = (each.first if isinstance(each, TextPair) else each for each in self.prompts)
+            return next((each for each in shown if isinstance(each, str)), "")
         contents = [message.get("content") for message in self.messages if message.get("role") == "user"]
         content = contents[-1] if contents else ""
         if isinstance(content, list):

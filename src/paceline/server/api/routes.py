@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, traffic_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
-from paceline.server.api.embedding_routes import embedding_routes
 from paceline.server.api.model_routes import (
     adapter_routes,
     model_routes,
@@ -17,6 +16,7 @@ from paceline.server.api.model_routes import (
 )
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
+from paceline.server.api.pooled_routes import pooled_routes
 from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes, tree_routes
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
@@ -28,7 +28,15 @@ from paceline.server.generate.service import Service
 
 
 MISSING = (
-    *("/v1/moderations", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/edits"),
+    *(
+        "/v1/moderations",
+        "/v1/classify",
+        "/v1/edits",
+        "/pooling",
+        "/embed_all",
+        "/embed_sparse",
+        "/similarity",
+    ),
     *("/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/videos", "/v1/videos/{rest:path}"),
     *("/v1/uploads", "/v1/uploads/{rest:path}", "/v1/fine_tuning/{rest:path}"),
     *("/v1/assistants", "/v1/assistants/{rest:path}", "/v1/threads", "/v1/threads/{rest:path}"),
@@ -69,7 +77,7 @@ def _routes_of_model(service: Service) -> list[Route]:
     (chat,) = (route.handler for route in answering if route.path == CHAT)
     return [
         *answering,
-        *embedding_routes(service),
+        *pooled_routes(service),
         *token_routes(service),
         *anthropic_routes(service),
         *responses_routes(service),

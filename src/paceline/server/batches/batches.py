@@ -17,6 +17,7 @@ from paceline.config.server import BatchConfig
 from paceline.process.client import EngineState
 from paceline.server.access.caller import Caller
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
+from paceline.server.api.pooled_routes import IN_BATCHES
 from paceline.server.api.responses import RESPONSES
 from paceline.server.api.route import Route
 from paceline.server.batches.batch_records import CANCELLED, EXPIRED, STATES, Batch
@@ -27,7 +28,7 @@ from paceline.server.batches.work import BatchContext, BatchWork, Gate
 from paceline.server.generate.service import Service
 from paceline.server.logs import log
 
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, *IN_BATCHES)
 TICK_S = 0.25
 HOUSEKEEPING_TICKS = 8
 LAST_WORDS_S = 0.5  # for results to be written when the server stops

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from paceline.core.events import NOT_FINITE, Finished, Rule
@@ -144,7 +145,9 @@ class Generation:
         first_token_timeout_s: float | None = None,
         timeout_s: float | None = None,
         fork: ForkStart | None = None,
+        at_once: int | None = None,
     ) -> None:
+        """`at_once`: prompts that are read at a time, where they reach the engine only then."""
         self.record = record
         self.fork = fork
         self.on_closed: Callable[[], None] | None = None
@@ -162,6 +165,8 @@ class Generation:
             self._parts.append(_Part(stream, prepared, tokenizer, first, fork))
         self._num_open = sum(part.num_open for part in self._parts)
         self._num_prompt = sum(len(part.prepared.token_ids) + part.num_taken_over for part in self._parts)
+        self._at_once = at_once
+        self._num_over = 0  # prompts at the beginning that have ended
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
 
@@ -372,15 +377,17 @@ class Generation:
 
     async def _take_any(self) -> list[tuple[_Part, list[BranchUpdate]]]:
         """Updates of those prompts that have some. The next one of a prompt is asked for after this one."""
-        waiting = []
-        for part in self._parts:
-            if part.task is None and part.num_open:
+        while not self._parts[self._num_over].num_open:
+            self._num_over += 1
+        is_open = (part for part in self._parts[self._num_over :] if part.num_open)
+        parts = list(islice(is_open, self._at_once))
+        for part in parts:
+            if part.task is None:
                 part.task = asyncio.ensure_future(part.stream.take())
-            if part.task is not None:
-                waiting.append(part.task)
+        waiting = [part.task for part in parts if part.task is not None]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         taken = []
-        for part in self._parts:
+        for part in parts:
             if part.task is not None and part.task.done():
                 done, part.task = part.task, None
                 taken.append((part, done.result()))

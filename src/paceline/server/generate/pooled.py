@@ -6,85 +6,47 @@ that they neither fill the engine's queue nor keep others waiting behind all of 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.core.events import Forecast
-from paceline.errors import InvalidRequest
-from paceline.llm.prompts import MAX_CHARS_PER_TOKEN, PreparedRequest, PromptReader
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.llm.pairs import InputReader
+from paceline.llm.prompts import PreparedRequest
 from paceline.process.client import BranchUpdate, EngineStream, OnUpdates
 from paceline.server.api.openai_requests import ParsedBody
-from paceline.server.errors import ContextTooLong
-from paceline.text.tokenizer import Tokenizer
 
 
-def prepare_inputs(
-    body: ParsedBody,
-    reader: PromptReader,
-    tokenizer: Tokenizer,
-    max_model_len: int,
-    defaults: EmbeddingDefaults | None,
-) -> list[PreparedRequest]:
+def prepare_inputs(body: ParsedBody, inputs: InputReader) -> list[PreparedRequest]:
     """Inputs as token ids. What is wrong with one is said with its place."""
-    most = max_model_len
-    if body.is_cut and defaults is not None:
-        most = min(most, defaults.max_length or most)
-    prepared = []
-    for index, given in enumerate(body.prompts):
-        name = f"input[{index}]" if len(body.prompts) > 1 else "input"
-        try:
-            ids = _input_ids(tokenizer, given, most if body.is_cut else None)
-            if len(ids) > most:
-                raise ContextTooLong(
-                    f"This model's maximum context length is {most} tokens; the input has {len(ids)}; shorten it, "
-                    "or send truncate: true"
-                )
-            prepared.append(reader.prepare(None, ids, body.sampling))
-        except InvalidRequest as error:
-            raise type(error)(f"{name}: {error}", param=name) from None
-    return prepared
-
-
-def _input_ids(tokenizer: Tokenizer, given: str | list[int], longest: int | None) -> list[int]:
-    """The tokens of an input, no more of them than `longest`; what the tokenizer puts behind a text stays there."""
-    if not isinstance(given, str):
-        return given[:longest]
-    if longest is None:
-        return tokenizer.encode(given)
-    ids = tokenizer.encode(given[: longest * MAX_CHARS_PER_TOKEN])
-    behind = tokenizer.suffix_ids
-    return ids if len(ids) <= longest else [*ids[: longest - len(behind)], *behind]
+    assert body.pooled is not None
+    num_first = 0 if body.pooled.plan is None else body.pooled.plan.num_first
+    return inputs.read(body.prompts, body.sampling, body.pooled.name, body.pooled.cut, num_first)
 
 
 def feed(
     prepared: Sequence[PreparedRequest],
     submit: Callable[[PreparedRequest], EngineStream],
-    size: int,
     on_number: Callable[[int], None],
 ) -> list[tuple[PreparedRequest, EngineStream]]:
-    """Streams of which `size` are with the engine at a time; `on_number` gets the engine's number of each."""
-    window = asyncio.Semaphore(size)
+    """Streams that reach the engine when they are first read; `on_number` gets the engine's number of each."""
 
     def start(prompt: PreparedRequest) -> EngineStream:
         stream = submit(prompt)
         on_number(stream.first)
         return stream
 
-    return [(prompt, FedStream(partial(start, prompt), window)) for prompt in prepared]
+    return [(prompt, FedStream(partial(start, prompt))) for prompt in prepared]
 
 
 class FedStream:
-    """An `EngineStream` that is submitted once the window has a place for it."""
+    """An `EngineStream` that is submitted when it is first read. Its reader keeps the window: it reads so many of them
+    at a time."""
 
     first = 0  # its number is not known before it is submitted
 
-    def __init__(self, submit: Callable[[], EngineStream], window: asyncio.Semaphore) -> None:
+    def __init__(self, submit: Callable[[], EngineStream]) -> None:
         self._submit = submit
-        self._window = window
         self._stream: EngineStream | None = None
-        self._has_place = False
 
     @property
     def forecast(self) -> Forecast | None:
@@ -92,13 +54,8 @@ class FedStream:
 
     async def take(self) -> list[BranchUpdate]:
         if self._stream is None:
-            await self._window.acquire()
-            self._has_place = True
             self._stream = self._submit()
-        updates = await self._stream.take()
-        if any(update.ending is not None for update in updates):
-            self._leave()
-        return updates
+        return await self._stream.take()
 
     def divert(self, on_updates: OnUpdates) -> None:
         """Readers of many streams are woken."""
@@ -109,9 +66,3 @@ class FedStream:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._has_place:
-            self._has_place = False
-            self._window.release()

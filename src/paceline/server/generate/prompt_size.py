@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import InvalidRequest
+from paceline.llm.pairs import PooledInput, TextPair
 from paceline.server.api.limits import RequestLimits
-from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.api.openai_requests import ParsedBody, PooledBody
 from paceline.server.errors import ContextTooLong, UnsupportedModality
 from paceline.text.messages import TEXT_PARTS
 
@@ -26,16 +27,14 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) ->
         size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
         _check_chars(size, "messages", max_model_len, limits)
         return size
-    total, what = 0, "prompt" if body.sampling.pooling is None else "input"
+    if body.pooled is not None:
+        return _inputs_size(body.prompts, body.pooled, max_model_len, limits)
+    total = 0
     for index, prompt in enumerate(body.prompts):
-        name = f"{what}[{index}]" if len(body.prompts) > 1 else what
+        name = f"prompt[{index}]" if len(body.prompts) > 1 else "prompt"
         if not prompt:
-            raise InvalidRequest(f"the {what} is empty", param=name)
-        if body.sampling.pooling is not None:
-            # How many tokens it has is checked when they are known; one that is to be cut is never too long.
-            if isinstance(prompt, str) and not body.is_cut:
-                _check_chars(len(prompt), name, max_model_len, limits)
-        elif isinstance(prompt, str):
+            raise InvalidRequest("the prompt is empty", param=name)
+        if isinstance(prompt, str):
             _check_chars(len(prompt), name, max_model_len, limits)
         elif len(prompt) >= max_model_len:
             raise ContextTooLong(
@@ -44,6 +43,22 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) ->
                 param=name,
             )
         total += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
+    return total
+
+
+def _inputs_size(
+    inputs: Sequence[PooledInput], pooled: PooledBody, max_model_len: int, limits: RequestLimits
+) -> int:
+    """How many tokens one has is checked when they are known; what is to be cut is never too long."""
+    total = 0
+    for index, given in enumerate(inputs):
+        if not given:
+            raise InvalidRequest("the input is empty", param=pooled.name(index))
+        size = len(given.first) + len(given.second) if isinstance(given, TextPair) else len(given)
+        is_text = isinstance(given, str | TextPair)
+        if is_text and not pooled.cut.is_cut and pooled.cut.document_tokens is None:
+            _check_chars(size, pooled.name(index), max_model_len, limits)
+        total += size if is_text else 4 * size
     return total
 
 

@@ -22,6 +22,7 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
+from paceline.llm.pairs import InputReader, PooledInput, PooledModel
 from paceline.llm.prompts import (
     ChatPrompts,
     PreparedRequest,
@@ -75,7 +76,12 @@ class ServedModel:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     seed: int = 0
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
+    labels: tuple[str, ...] = ()  # of a classifier
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def pooled(self) -> PooledModel:
+        return PooledModel(tokenizer=self.tokenizer, embedding=self.embedding, labels=self.labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,7 @@ class _Known:
     info: EngineInfo
     facts: ModelFacts
     reader: PromptReader
+    inputs: InputReader
 
 
 class _Admitted(NamedTuple):
@@ -243,6 +250,7 @@ class Service:
                 self.observer,
                 first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
+                at_once=self._window if is_pooled else None,
             )
             generation.ignored = ignored
             if not is_pooled:
@@ -408,7 +416,8 @@ class Service:
             reader = PromptReader(
                 model.tokenizer, vocab_size=info.vocab_size, max_model_len=longest, seed=model.seed
             )
-            self._known = _Known(info=info, facts=facts, reader=reader)
+            inputs = InputReader(model.pooled, reader, longest)
+            self._known = _Known(info=info, facts=facts, reader=reader, inputs=inputs)
             capacity = self.admission.capacity
             capacity.places = info.max_num_seqs + settings.max_queue
             capacity.queued_tokens = settings.max_queued_tokens or max(
@@ -488,9 +497,9 @@ class Service:
             _check_length(ids, most, "messages")
             return [prepared_chat(known.reader, chat, ids, body.sampling)]
         if body.sampling.pooling is not None:
-            return prepare_inputs(body, known.reader, self.tokenizer, most, self.model.embedding)
+            return prepare_inputs(body, known.inputs)
         texts = [
-            (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+            (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, _ids_of(prompt))
             for prompt in body.prompts
         ]
         for _, ids in texts:
@@ -534,7 +543,7 @@ class Service:
         if body.sampling.pooling is not None:
             note()
             found = partial(self.recent.found_number, call.id)
-            return feed(prepared, submit, self._window, found)
+            return feed(prepared, submit, found)
         try:
             for prompt in prepared:
                 started.append((prompt, submit(prompt)))
@@ -545,6 +554,11 @@ class Service:
         numbers = [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
         note(numbers)
         return started
+
+
+def _ids_of(prompt: PooledInput) -> list[int]:
+    assert isinstance(prompt, list), "only inputs of vectors are anything else"
+    return prompt
 
 
 def _check_length(ids: Sequence[int], most: int, name: str) -> None:

@@ -170,6 +170,8 @@ def open_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def operation(record: RequestRecord) -> str:
+    if record.sampling is not None and record.sampling.pooling is not None:
+        return "embeddings"
     return "text_completion" if record.route == COMPLETIONS else "chat"
 
 
