@@ -83,7 +83,7 @@ class Encoder:
             inner=read.affine(prefix + "intermediate.dense"),
             up=read.affine(prefix + "intermediate.up") if self._options.is_gated else None,
             outer=read.affine(prefix + "output.dense"),
-            norms=[None] * (2 - len(norms)) + norms,
+            norms=norms if len(norms) == 2 else [None, *norms],
         )
 
     @torch.inference_mode()
@@ -143,14 +143,15 @@ class Encoder:
         turn: tuple[Tensor, Tensor] | None,
         reach: int,
     ) -> Tensor:
-        queries, keys, values = layer.qkv.product(x).view(len(x), 3, self.spec.num_heads, -1).unbind(1)
+        heads = self.spec.num_heads
+        queries, keys, values = layer.qkv.product(x).view(len(x), 3, heads, -1).unbind(1)
         if turn is not None:
             queries, keys = rotate(queries, *turn), rotate(keys, *turn)
         mixed = torch.empty_like(x)
         for start, count, size in stretches:
             end = start + count * size
             q, k, v = (
-                part[start:end].unflatten(0, (count, size)).transpose(1, 2)
+                part[start:end].view(count, size, heads, -1).transpose(1, 2)
                 for part in (queries, keys, values)
             )
             seen = F.scaled_dot_product_attention(q, k, v, attn_mask=_near(size, reach))

@@ -95,12 +95,14 @@ class ClassifierHead:
             inner = inner - inner.mean()
             inner = inner / np.sqrt(np.square(inner).mean() + self._eps) * self._norm
         logits = (self._scores @ inner + self._scores_bias).astype(np.float64)
-        if raw:
-            return logits.astype(np.float32)
-        if len(logits) == 1:
-            return (1 / (1 + np.exp(-logits))).astype(np.float32)
-        weights = np.exp(logits - logits.max())
-        return (weights / weights.sum()).astype(np.float32)
+        found = logits
+        if not raw and len(logits) == 1:
+            found = 1 / (1 + np.exp(-logits))
+        elif not raw:
+            weights = np.exp(logits - logits.max())
+            found = weights / weights.sum()
+        scores: Floats = found.astype(np.float32)
+        return scores
 
 
 def _gelu(x: Floats) -> Floats:

@@ -460,8 +460,8 @@ def find(name: str | Path | None) -> Path | HubName | PackagedModel:
     Raises CheckpointError for any other, at once and without the network.
     """
     packaged = packaged_named(name)
-    if packaged is not None:
-        return packaged
+    if name is None or packaged is not None:
+        return packaged or DEFAULT_MODEL
     path, text = _existing(name), str(name)
     if path is not None:
         return path
