@@ -16,17 +16,16 @@ from paceline.runner.native.kernels.scalars import (
     square_root,
 )
 from paceline.runner.native.kernels.simd import (
-    absolute,
     add,
     add_ints,
+    bounded,
     div,
     fma,
-    largest,
+    largest_size,
     load_floats,
-    maximum,
-    minimum,
     mul,
     round_even,
+    round_to_ints,
     splat,
     store_floats,
     store_quads,
@@ -63,8 +62,8 @@ Q3, Q4_ = _F(-2.13374055278905e-04), _F(-1.45660718464996e-05)
 @kernel
 def erf(x):
     """The error function; NaN stays NaN."""
-    bounded = minimum(maximum(x, splat(-ERF_END)), splat(ERF_END))
-    square = mul(bounded, bounded)
+    near = bounded(x, -ERF_END, ERF_END)
+    square = mul(near, near)
     p = fma(splat(P6), square, splat(P5))
     p = fma(p, square, splat(P4))
     p = fma(p, square, splat(P3))
@@ -75,23 +74,22 @@ def erf(x):
     q = fma(q, square, splat(Q2))
     q = fma(q, square, splat(Q1))
     q = fma(q, square, splat(Q0))
-    return div(mul(bounded, p), q)
+    return div(mul(near, p), q)
 
 
 @kernel
 def exp(x):
     """e**x by the same operations, so with the same bits, on every processor; 0 below -87."""
-    lowest = splat(LOWEST)
-    bounded = minimum(maximum(x, lowest), splat(HIGHEST))
-    power = round_even(mul(bounded, splat(LOG2_E)))
-    rest = fma(power, splat(LN2_LOW), fma(power, splat(LN2_HIGH), bounded))
+    near = bounded(x, LOWEST, HIGHEST)
+    power = round_even(mul(near, splat(LOG2_E)))
+    rest = fma(power, splat(LN2_LOW), fma(power, splat(LN2_HIGH), near))
     p = fma(splat(C6), rest, splat(C5))
     p = fma(p, rest, splat(C4))
     p = fma(p, rest, splat(C3))
     p = fma(p, rest, splat(C2))
     p = fma(p, rest, splat(ONE))
     p = fma(p, rest, splat(ONE))
-    return zero_below(x, lowest, times_two_to(p, to_ints(power)))
+    return zero_below(x, splat(LOWEST), times_two_to(p, to_ints(power)))
 
 
 @kernel
@@ -100,11 +98,11 @@ def quantise(source, count, x, scales):
     for _ in range(count // 32):
         low = load_floats(source)
         high = load_floats(source + 64)
-        top = largest(maximum(absolute(low), absolute(high)))
+        top = largest_size(low, high)
         # A group of zeros stays zeros; a number that is not finite makes the scale, and so the product, not finite.
         inverse = splat(TOP / top if top != ZERO else ZERO)
-        low_ints = to_ints(round_even(mul(low, inverse)))
-        high_ints = to_ints(round_even(mul(high, inverse)))
+        low_ints = round_to_ints(mul(low, inverse))
+        high_ints = round_to_ints(mul(high, inverse))
         # Four rows lie abreast.
         store_quads(x, low_ints, 4 * TILE)
         store_quads(x + 64, high_ints, 4 * TILE)
