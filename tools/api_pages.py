@@ -88,12 +88,14 @@ def _kind_of(entry: dict[str, Any]) -> str:
 
 def all_routes() -> list[Route]:
     """Every route of a server that has files and batches."""
+    from paceline.llm.pairs import PooledModel
     from paceline.server.api.batch_routes import batch_routes, file_routes
     from paceline.server.api.routes import routes
     from paceline.server.generate.service import ServiceSettings
 
     settings = ServiceSettings()
-    nothing = cast(Any, SimpleNamespace(settings=settings, explanations=None))
+    model = SimpleNamespace(pooled=PooledModel(tokenizer=None))
+    nothing = cast(Any, SimpleNamespace(settings=settings, model=model, explanations=None))
     batches = [*file_routes(nothing), *batch_routes(nothing, settings.limits, strict=False)]
     application = Application(ServerConfig(), nothing, Keyring([]))
     return [*routes(nothing, batches), *application.main.table.routes]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.server.api.pooled_routes import FORMS
 from paceline.server.app import EXAMPLES_FILE
 from tests.e2e.client_server import ADMIN, client_server
 from tools.api_examples import GENERATING, Recorder
@@ -105,8 +106,8 @@ def test_every_route_that_generates_and_nearly_every_other_has_an_example(stored
     assert stored.keys() <= described
     feeds = {"GET /v1/admin/watch", "POST /v1/admin/traffic"}  # without an end, or as long as many answers
     adapters = {f"POST /v1/{verb}_lora_adapter" for verb in ("load", "unload")}  # of servers with --lora-dir
-    vectors = "POST /v1/embeddings"  # of servers with --pooling
-    without = {"GET /openapi.json", "GET /docs", "GET /metrics", vectors, *feeds, *adapters}
+    vectors = {f"POST {path}" for path in FORMS}  # of models that make them
+    without = {"GET /openapi.json", "GET /docs", "GET /metrics", *vectors, *feeds, *adapters}
     assert described - stored.keys() == without
 
 

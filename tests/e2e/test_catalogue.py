@@ -38,7 +38,7 @@ SHARE = pytest.mark.parametrize(
 
 
 def test_every_number_of_the_catalogue_is_there() -> None:
-    assert {entry.number for entry in ENTRIES} == set(range(1, 118)) - ELSEWHERE
+    assert {entry.number for entry in ENTRIES} == set(range(1, 120)) - ELSEWHERE
 
 
 @SHARE
@@ -132,7 +132,7 @@ def problem(reply: Reply | Exception) -> str:
             return "" if is_whole else "a stream without its end"
         answer_of(reply)
         if kind == "application/json" and reply.body:
-            assert isinstance(reply.json, dict)
+            assert isinstance(reply.json, dict | list)
     except (AssertionError, ValueError, KeyError) as error:
         return f"a strange answer: {type(error).__name__} {error}"
     return ""
@@ -170,4 +170,4 @@ def test_drawn_requests_are_answered(tmp_path: Path, num_requests: int) -> None:
     print(dict(statuses))
     # Neither all right nor all wrong, or it would not be looking where it should.
     assert statuses.total() == num_requests
-    assert statuses[200] > num_requests // 6 and statuses[400] > num_requests // 5
+    assert statuses[200] > num_requests // 7 and statuses[400] > num_requests // 5

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.catalogue.structures import schema_format
@@ -161,7 +162,8 @@ BAD: list[tuple[object, int, str | None, str]] = [
     ("[" * 100_000, 400, None, "it is not JSON"),
     (line(5, CHAT, messages=HELLO), 400, "custom_id", "custom_id must be a text"),
     ({**line("m", CHAT), "method": "GET"}, 400, "method", "must be POST"),
-    (line("u", "/v1/embeddings", input="x"), 400, "url", "url must be"),
+    (line("u", "/v1/responses", input="x"), 400, "url", "url must be one of"),
+    (line("v", "/v1/embeddings", input="x"), 404, None, "/v1/embeddings is not offered"),
     ({**line("b", CHAT), "body": [1]}, 400, "body", "body must be an object"),
     (line("model", CHAT, model="gpt-4", messages=HELLO), 404, "model", "is not loaded"),
     (line("none", CHAT), 400, "messages", "messages must be a list"),
@@ -186,6 +188,29 @@ BAD: list[tuple[object, int, str | None, str]] = [
     (line("long", COMPLETIONS, prompt="x" * CONTEXT), 400, "prompt", "maximum context length"),
     (line("one bad", COMPLETIONS, prompt=["fine", ""]), 400, "prompt", "empty"),
 ]
+
+
+def test_vectors_and_scores(model: Path, tmp_path: Path) -> None:
+    texts = ["hello", "you", "hello there"]
+    lines = [
+        line("embed", "/v1/embeddings", input=texts, encoding_format="float"),
+        line("rerank", "/v1/rerank", query="hello", documents=texts),
+        line("score", "/v1/score", text_1="hello", text_2=texts),
+        line("empty", "/v1/embeddings", input=["a", ""]),
+        line("none", "/v1/rerank", query="hello", documents=texts, top_n=0),
+    ]
+    path = write(tmp_path / "in.jsonl", lines)
+    batch(model, path, tmp_path / "out.jsonl", "--pooling", "mean", failed=2)
+    found = {each["custom_id"]: each["response"] for each in results(tmp_path / "out.jsonl")}
+    vectors = np.array([each["embedding"] for each in found["embed"]["body"]["data"]])
+    cosines = vectors @ vectors[0]
+    scores = [each["score"] for each in found["score"]["body"]["data"]]
+    assert np.abs(cosines - scores).max() < 1e-6 and scores[0] > 0.999999
+    ranked = found["rerank"]["body"]["results"]
+    assert [each["index"] for each in ranked] == np.argsort(-cosines).tolist()
+    assert found["rerank"]["body"]["usage"]["prompt_tokens"] == 5 + sum(map(len, texts))
+    for name, param in (("empty", "input[1]"), ("none", "top_n")):
+        assert (found[name]["status_code"], found[name]["body"]["error"]["param"]) == (400, param)
 
 
 def test_what_is_known_of_the_prompt_and_the_tokens(model: Path, tmp_path: Path) -> None:
@@ -240,7 +265,7 @@ def test_a_bad_line_gives_an_error_and_stops_nothing(model: Path, tmp_path: Path
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     said = batch(model, source, target, failed=len(BAD) + 1)
     assert said.startswith(f"3 answered, {len(BAD) + 1} failed; ")
-    assert "requests failed (input lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 17 more)" in said
+    assert "requests failed (input lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more)" in said
     found = {result["id"]: result for result in results(target)}
     assert len(found) == len(BAD) + 4
     for number, (entry, status, param, says) in enumerate(BAD, 2):

@@ -1,4 +1,5 @@
-"""/v1/embeddings over sockets: texts and token ids, floats and base64, many inputs beside streams, what is refused."""
+"""/v1/embeddings and TEI's /embed over sockets: texts and token ids, floats and base64, many inputs beside streams,
+clients' libraries, what is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import InferenceClient
 from openai import OpenAI
 
 from paceline import LLM
+from tests.e2e.batch_client import begin, jsonl, results, wait
 from tests.e2e.client_server import COMPLETION, KEY, MODEL, ClientServer, client_server
 
 ROUTE = "/v1/embeddings"
@@ -33,7 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
         "--max-waiting-requests",
         "4",
     )
-    with client_server(tmp_path_factory.mktemp("embeddings"), *flags) as running:
+    folder = tmp_path_factory.mktemp("embeddings")
+    with client_server(folder, *flags, "--batch-dir", str(folder / "kept")) as running:
         running.wait_for(200)
         yield running
         assert running.process.poll() is None
@@ -92,6 +96,71 @@ def test_the_official_client_reads_them(server: ClientServer, wanted: dict[str, 
         assert np.abs(np.array(plain.data[0].embedding) - wanted[TEXTS[0]]).max() < 1e-6
 
 
+def test_langchain_reads_them(server: ClientServer, wanted: dict[str, np.ndarray]) -> None:
+    from langchain_openai import OpenAIEmbeddings
+    from pydantic import SecretStr
+
+    client = OpenAIEmbeddings(
+        model=MODEL,
+        base_url=f"{server.url}/v1",
+        api_key=SecretStr(KEY),
+        check_embedding_ctx_length=False,
+        max_retries=0,
+    )
+    found = np.array(client.embed_documents(TEXTS))
+    assert np.abs(found - np.stack([wanted[text] for text in TEXTS])).max() < 1e-6
+    assert np.abs(np.array(client.embed_query(TEXTS[1])) - wanted[TEXTS[1]]).max() < 1e-6
+
+
+def test_hugging_face_reads_embed(server: ClientServer, wanted: dict[str, np.ndarray]) -> None:
+    client = InferenceClient(model=f"{server.url}/embed", token=KEY)
+    single = client.feature_extraction(TEXTS[0])
+    assert single.shape == (1, WIDTH) and np.abs(single[0] - wanted[TEXTS[0]]).max() < 1e-6
+    options: dict[str, Any] = {"normalize": False, "truncate": True, "truncation_direction": "left"}
+    plain = client.feature_extraction(TEXTS[0], **options)
+    assert abs(np.linalg.norm(plain) - 1) > 1e-2
+    assert np.abs(plain[0] / np.linalg.norm(plain) - wanted[TEXTS[0]]).max() < 1e-6
+
+
+def test_tei_gets_lists_of_numbers(server: ClientServer, wanted: dict[str, np.ndarray]) -> None:
+    status, found = post(server, "/embed", inputs=TEXTS, dimensions=16)
+    cut = np.stack([wanted[text][:16] for text in TEXTS])
+    assert status == 200
+    assert np.abs(np.array(found) - cut / np.linalg.norm(cut, axis=1, keepdims=True)).max() < 1e-6
+    long = TEXTS[2] * LONGEST
+    ends = {"Right": long[:LONGEST], "left": long[-LONGEST:]}
+    for side, text in ends.items():
+        _, one = post(server, "/embed", inputs=long, truncate=True, truncation_direction=side)
+        assert np.abs(np.array(one) - np.array(post(server, "/embed", inputs=text)[1])).max() < 1e-6
+
+
+def test_any_model_with_vectors_ranks_by_their_cosines(
+    server: ClientServer, wanted: dict[str, np.ndarray]
+) -> None:
+    scores = [float(wanted[TEXTS[0]] @ wanted[text]) for text in TEXTS]
+    _, found = post(server, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
+    assert [each["index"] for each in found["results"]] == sorted(range(4), key=lambda at: -scores[at])
+    for each in found["results"]:
+        assert abs(each["relevance_score"] - scores[each["index"]]) < 1e-6
+    # Texts that come twice are computed once.
+    _, twice = post(server, "/v1/score", text_1=[TEXTS[0]] * 8, text_2=TEXTS * 2)
+    assert np.abs(np.array([each["score"] for each in twice["data"]]) - np.array(scores * 2)).max() < 1e-6
+    assert twice["usage"] == found["usage"]
+
+
+def test_a_line_of_a_batch_has_its_vectors(server: ClientServer, wanted: dict[str, np.ndarray]) -> None:
+    body = {"model": MODEL, "input": TEXTS}
+    lines = [{"custom_id": name, "method": "POST", "url": ROUTE, "body": body} for name in ("a", "b")]
+    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        endpoint: Any = ROUTE
+        batch = wait(client, begin(client, jsonl(*lines), endpoint).id)
+        found = results(client, batch.output_file_id)
+    assert list(found) == ["a", "b"]
+    for line in found.values():
+        values = np.array([each["embedding"] for each in line["response"]["body"]["data"]])
+        assert np.abs(values - np.stack([wanted[text] for text in TEXTS])).max() < 1e-6
+
+
 def test_many_inputs_take_one_place_and_keep_no_stream_waiting(
     server: ClientServer, wanted: dict[str, np.ndarray]
 ) -> None:
@@ -135,6 +204,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a", "dimensions": 0}, "dimensions", "dimensions must be"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format must be"),
     ({"input": "a", "prompt_name": "query"}, "prompt_name", "is not among this model's prompts (none)"),
+    ({"input": ["a", {"image": "AAAA"}]}, "input[1]", "holds a part of type 'image'; this model takes text"),
+    (
+        {"input": {"type": "input_audio"}},
+        "input",
+        "holds a part of type 'input_audio'; this model takes text",
+    ),
+    ({"input": "a", "truncation_direction": "up"}, "truncation_direction", "must be one of right, left"),
+    ({"input": "a", "messages": []}, "messages", "messages is not supported by /v1/embeddings"),
 ]
 
 

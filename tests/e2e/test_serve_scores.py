@@ -294,6 +294,21 @@ def test_a_cross_encoder_has_one_label_and_no_vectors(
         assert f"{path} is not offered: the model's files do not say" in reply.json["error"]["message"]
 
 
+VECTORS = (*RERANK, "/v1/embeddings", "/embed", "/v1/score", "/score")
+
+
+def test_a_chat_model_without_pooling_says_what_is_missing(plain_server: ClientServer) -> None:
+    for path in (*VECTORS, "/classify", "/predict"):
+        reply = plain_server.ask("POST", path, {"inputs": ["a", {"image": 5}]})
+        error = reply.json["error"]
+        assert (reply.status, error["code"]) == (404, "unsupported_route")
+        assert ("--pooling last or mean" if path in VECTORS else "has no labels") in error["message"]
+    for path in ("/v1/audio/speech", "/v1/images/generations", "/embed_sparse", "/embed_all", "/pooling"):
+        reply = plain_server.ask("POST", path, {"input": "a"})
+        assert (reply.status, reply.json["error"]["code"]) == (404, "unsupported_route")
+    assert plain_server.complete().status == 200
+
+
 def test_classifiers_score_their_labels(tmp_path: Path) -> None:
     texts = ["hello there", "the quick brown fox"]
     with client_server(tmp_path, kind=LabelServer) as server:

@@ -16,6 +16,7 @@ from tests.e2e.catalogue import (
     sampling,
     structures,
     trees,
+    vectors,
 )
 from tests.e2e.catalogue.entry import COMPLETIONS, Answer, Entry, answer_of, is_one_of
 from tests.e2e.catalogue.served import NAME, TinyServer
@@ -23,7 +24,18 @@ from tests.e2e.http_server import Reply
 
 ENTRIES: list[Entry] = [
     entry
-    for module in (http_layer, json_layer, prompts, chats, sampling, structures, routes, trees, memory)
+    for module in (
+        http_layer,
+        json_layer,
+        prompts,
+        chats,
+        sampling,
+        structures,
+        routes,
+        trees,
+        memory,
+        vectors,
+    )
     for entry in module.ENTRIES
 ]
 GROWTH_BYTES = 5 * 2**20

@@ -14,6 +14,7 @@ CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
     *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
 )
+EMBEDDINGS, EMBED, RERANK, SCORE = "/v1/embeddings", "/embed", "/v1/rerank", "/v1/score"
 GENERATING = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 TURNS = [{"role": "user", "content": "hi"}]
 # A good request to each route that takes a body; entries change what they are about.
@@ -25,6 +26,10 @@ GOOD: dict[str, dict[str, Any]] = {
     COUNT: {"model": NAME, "messages": TURNS},
     TOKENIZE: {"model": NAME, "prompt": "hi"},
     DETOKENIZE: {"model": NAME, "tokens": [5]},
+    EMBEDDINGS: {"model": NAME, "input": "hi"},
+    EMBED: {"inputs": "hi"},
+    RERANK: {"model": NAME, "query": "hi", "documents": ["you", "hello"]},
+    SCORE: {"model": NAME, "text_1": "hi", "text_2": ["you", "hello"]},
 }
 OK = (200, "")
 VALUE, UNSUPPORTED = (400, "invalid_value"), (400, "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Entries 104 to 106: the other routes."""
+"""Entries 104 to 106: routes that are not there, and those of tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tests.e2e.catalogue.served import VOCAB_SIZE, signed
 from tests.e2e.http_server import Reply
 
 MOST_IDS = 65_536
-EMBEDDINGS = "/v1/embeddings"
 MISSING = (
     *("/v1/files", "/v1/files/x", "/v1/audio/speech", "/v1/images/generations"),
-    *("/v1/batches", "/v1/responses/resp_1", "/v1/messages/batches"),
+    *("/v1/batches", "/v1/responses/resp_1", "/v1/messages/batches", "/v1/audio/transcriptions"),
 )
 
 
@@ -40,12 +39,6 @@ ENTRIES: list[Entry] = [
         entry(104, path, signed(method, path, body), (404, "unsupported_route"), check=names_the_route)
         for path in MISSING
         for method, body in (("GET", None), ("POST", b"{}"), ("POST", b"\xff no JSON"))
-    ),
-    # A model that makes no vectors.
-    entry(104, EMBEDDINGS, signed("GET", EMBEDDINGS, None), (405, "method_not_allowed")),
-    entry(104, EMBEDDINGS, signed("POST", EMBEDDINGS, b"\xff no JSON"), (400, "invalid_encoding")),
-    entry(
-        104, EMBEDDINGS, signed("POST", EMBEDDINGS, b"{}"), (404, "unsupported_route"), check=names_the_route
     ),
     entry(105, "/metrics without a key", signed("GET", "/metrics", None, key=None), BAD_KEY),
     entry(105, "/metrics", signed("GET", "/metrics", None), OK),

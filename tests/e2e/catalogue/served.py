@@ -88,7 +88,7 @@ class TinyServer:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "paceline", "serve", str(self.folder)),
-                    *("--load-format", "dummy", "--port", "0", "--log-format", "json"),
+                    *("--load-format", "dummy", "--port", "0", "--log-format", "json", "--pooling", "mean"),
                     # A machine that is busy with other tests may let an engine wait.
                     *("--stuck-after-s", "60", "--restart-after-s", "120"),
                     *("--api-keys-file", str(_write_keys(place / "keys.jsonl")), *flags),

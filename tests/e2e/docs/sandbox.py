@@ -44,7 +44,7 @@ class OpenServer(ClientServer):
     """Without keys, as on a newcomer's machine; the model is the default one, which is the sandbox's."""
 
     def _model_flags(self) -> list[str]:
-        return []
+        return ["--pooling", "mean"]
 
     def reset(self) -> None:
         """Undo what a page may have turned while the server runs."""

@@ -31,6 +31,7 @@ SHOWS = {
     "08_explain_and_replay": r"replay: identical, \d+ steps\ndecision log: whole, \d+ decisions",
     "09_structured_output": r"(yes|no); 20\d\d-\d\d-\d\d\nfields: name, age, languages",
     "10_trees": r"round 3: 2 kept, .*\n[\s\S]+\n6 branches, \d+ tokens\nbest of 4, \d+ tokens: -[\d.]+",
+    "11_rag": r"3 near, the best \([\d.]+\): .+\nanswer: [\s\S]*",
 }
 
 
@@ -67,7 +68,7 @@ def test_an_example_shows_what_it_says(
     path: Path, sandbox: Sandbox, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     arguments: list[str] = []
-    if path.stem == "02_chat_stream":
+    if path.stem in ("02_chat_stream", "11_rag"):
         arguments = [request.getfixturevalue("server").url]
     elif path.stem == "07_simulate_and_plot":
         arguments = ["azure-conv", str(tmp_path)]

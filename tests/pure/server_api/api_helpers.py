@@ -12,12 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from paceline.core.events import Finished, Forecast
 from paceline.core.plan import RowLogprobs
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.tree_limits import TreeLimits
 from paceline.errors import NeverFits
+from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.caller import Caller
@@ -33,6 +36,7 @@ from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model
 INFO = engine_info(vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, num_blocks=64, max_num_seqs=8)
 DEFAULT_CALLER = Caller()
 EOS = 3
+WIDTH = 64  # of vectors
 Script = Callable[[Sequence[int], SamplingParams], list[list[BranchUpdate] | Exception]]
 
 
@@ -54,6 +58,10 @@ def says(*pieces: str, reason: str = "length", num_cached: int = 0, with_eos: bo
     """Every branch says these pieces, a piece in each update; a branch's number takes the place of `#`."""
 
     def script(prompt: Sequence[int], sampling: SamplingParams) -> list[list[BranchUpdate] | Exception]:
+        if sampling.pooling is not None:  # as many ones as tokens
+            vector = np.ones(WIDTH, "<f4") * len(prompt)
+            has_vector = ending("stop", 0)._replace(vector=vector.tobytes())
+            return [[BranchUpdate(branch=0, tokens=[], ending=has_vector, time_s=1.0)]]
         steps: list[list[BranchUpdate] | Exception] = []
         sent = [0] * sampling.n
         for number, piece in enumerate(pieces):
@@ -229,7 +237,10 @@ class Api:
         self.client = FakeClient(script or says("hello"), replace(INFO, vocab_size=text.vocab_size))
         self.listener = Listener()
         own = generation or GenerationDefaults()
-        model = ServedModel(names=("tiny", "alias"), tokenizer=text, generation=own, created_s=7)
+        vectors = EmbeddingDefaults(kind="mean", width=WIDTH)
+        model = ServedModel(
+            names=("tiny", "alias"), tokenizer=text, generation=own, embedding=vectors, created_s=7
+        )
         self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
         self.routes: dict[tuple[str, str], Route] = {
             (method, route.path): route for route in routes(self.service) for method in route.methods

@@ -19,6 +19,7 @@ from paceline.core.events import Finished
 from paceline.core.pooling import PoolingParams
 from paceline.errors import InvalidRequest
 from paceline.lab.sim.replayer import replay
+from paceline.scheduler.policy.fair import FairShare
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.tiny_models import VOCAB, save
 
@@ -135,6 +136,25 @@ def test_texts_are_generated_and_embedded_in_the_same_steps(llm: LLM) -> None:
     assert np.abs(found - vectors(llm, ids)).max() < 1e-6
     assert all(ended[number].num_output == 0 for number in ends)
     assert not any(ended[number].vector for number in numbers)
+
+
+def test_the_fair_policy_counts_both(saved: tuple[Path, Any]) -> None:
+    """A vector costs its tenant its tokens, as a prompt does; a chat its output too."""
+    ids = texts()
+    with LLM(str(saved[0]), pooling="mean", scheduling_policy="fair", **OPTIONS) as llm:
+        engine, pooled = llm.loaded.engine, SamplingParams(pooling=PoolingParams(kind="mean"))
+        chat = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, detokenize=False)
+        for tokens in ids:
+            engine.add(tokens, pooled, tenant="vectors")
+        engine.add(ids[5], chat, tenant="chat")
+        while engine.has_requests:
+            engine.step()
+        state = engine.scheduler.state
+        state.accounting.settle()
+        policy = state.policy
+        assert isinstance(policy, FairShare)
+        counted = {name: policy.counter(state.tenant_index(name)) for name in ("vectors", "chat")}
+    assert counted == {"vectors": sum(LENGTHS), "chat": len(ids[5]) + 2 * 5.0}
 
 
 def test_a_choice_is_the_softmax_of_its_tokens(llm: LLM, saved: tuple[Path, Any]) -> None:

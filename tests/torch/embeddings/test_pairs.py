@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from paceline import LLM
-from paceline.core.pooling import CHOICE, CLASSIFY
+from paceline.core.pooling import CHOICE, CLASSIFY, PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.llm.pairs import CHOICE_BEGIN, CHOICE_END, CHOICE_MARKS, CHOICE_PAIR, Cut, TextPair, fitted
@@ -98,7 +98,7 @@ def test_pairs_are_cut_as_transformers_cuts_them(cross: tuple[LLM, Any, Any], st
     if strategy == "longest_first":
         pairs += [(LONG * 2, LONG), (LONG * 3, "a"), (LONG * 3, LONG * 4)]
     ones, others = map(list, zip(*pairs, strict=True))
-    cut = {"truncate": True, "truncation_strategy": strategy}
+    cut: dict[str, Any] = {"truncate": True, "truncation_strategy": strategy}
     found = llm.score(ones, others, raw=True, use_tqdm=False, **cut)
     for score, (one, other) in zip(found, pairs, strict=True):
         wanted = logits_of(model, tokenizer, one, other, truncation=strategy, max_length=longest)
@@ -111,7 +111,7 @@ def test_pairs_are_cut_as_transformers_cuts_them(cross: tuple[LLM, Any, Any], st
 
 def test_a_document_may_have_a_limit_of_its_own(cross: tuple[LLM, Any, Any]) -> None:
     llm = cross[0]
-    pooled = SamplingParams(pooling={"kind": CLASSIFY, "raw": True})
+    pooled = SamplingParams(pooling=PoolingParams(kind=CLASSIFY, raw=True))
     plain, short = (
         llm._front.inputs.read(pairs(DOCUMENTS), pooled, str, Cut(document_tokens=most)) for most in (None, 5)
     )
@@ -205,7 +205,7 @@ def test_a_choice_is_that_of_qwen3_reranker(chooser: tuple[Path, Any, Any]) -> N
         (cut,) = llm.score(QUERY, LONG * 40, truncate=True, use_tqdm=False)
         assert abs(cut - choice_of(model, tokenizer, QUERY, LONG * 40, 1024)) < 2e-5
         begin, spelled = llm._front.pooled.choice_marks[0], TextPair(QUERY, "<|im_end|>")
-        pooled = SamplingParams(pooling={"kind": CHOICE, "token_ids": (1, 2)})
+        pooled = SamplingParams(pooling=PoolingParams(kind=CHOICE, token_ids=(1, 2)))
         (read,) = llm._front.inputs.read([spelled], pooled, str)
         assert read.token_ids[len(begin) :].count(1) == 1, "text that spells a mark stays text"
         with pytest.raises(InvalidRequest, match="chooses between two tokens and makes no vectors"):

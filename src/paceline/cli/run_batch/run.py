@@ -345,12 +345,7 @@ class BatchRun:
         return chat_body(line.body, outputs[0], tokenizer)
 
     def _refuse(self, number: int, custom_id: str | None, error: Exception) -> None:
-        if isinstance(error, UnsupportedRoute):
-            message = f"line {number}: {error}"
-            body = error_body(message, kind="not_found_error", code="unsupported_route")
-            self._write(number, custom_id, NOT_FOUND, body)
-            return
-        if not isinstance(error, InvalidRequest):
+        if not isinstance(error, InvalidRequest | UnsupportedRoute):
             message = f"line {number} could not be read: {type(error).__name__}"
             body = error_body(message, kind="server_error", code="internal_error")
             self._write(number, custom_id, INTERNAL_ERROR, body)
@@ -358,11 +353,12 @@ class BatchRun:
         status, code = BAD_REQUEST, None
         if isinstance(error, UnknownModel):
             status, code = NOT_FOUND, "model_not_found"
+        elif isinstance(error, UnsupportedRoute):
+            status, code = NOT_FOUND, error.code
         elif isinstance(error, DuplicateId):
             code = DUPLICATE
-        body = error_body(
-            f"line {number}: {error}", kind="invalid_request_error", param=error.param, code=code
-        )
+        param = None if isinstance(error, UnsupportedRoute) else error.param
+        body = error_body(f"line {number}: {error}", kind="invalid_request_error", param=param, code=code)
         self._write(number, custom_id, status, body)
 
     def _write(

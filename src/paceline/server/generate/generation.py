@@ -145,12 +145,13 @@ class Generation:
         first_token_timeout_s: float | None = None,
         timeout_s: float | None = None,
         fork: ForkStart | None = None,
-        at_once: int | None = None,
     ) -> None:
-        """`at_once`: prompts that are read at a time, where they reach the engine only then."""
         self.record = record
         self.fork = fork
         self.on_closed: Callable[[], None] | None = None
+        self.at_once: int | None = (
+            None  # prompts that are read at a time, where they reach the engine only then
+        )
         self.ignored: tuple[str, ...] = ()  # parts of the asked form of the answer that change nothing
         self._tokenizer = tokenizer
         self._permit = permit
@@ -165,7 +166,6 @@ class Generation:
             self._parts.append(_Part(stream, prepared, tokenizer, first, fork))
         self._num_open = sum(part.num_open for part in self._parts)
         self._num_prompt = sum(len(part.prepared.token_ids) + part.num_taken_over for part in self._parts)
-        self._at_once = at_once
         self._num_over = 0  # prompts at the beginning that have ended
         self._only = self._parts[0] if len(self._parts) == 1 else None
         observer.started(record)
@@ -380,7 +380,7 @@ class Generation:
         while not self._parts[self._num_over].num_open:
             self._num_over += 1
         is_open = (part for part in self._parts[self._num_over :] if part.num_open)
-        parts = list(islice(is_open, self._at_once))
+        parts = list(islice(is_open, self.at_once))
         for part in parts:
             if part.task is None:
                 part.task = asyncio.ensure_future(part.stream.take())

@@ -250,9 +250,9 @@ class Service:
                 self.observer,
                 first_token_timeout_s=None if call.caller.batch_id else self.settings.queue_timeout_s,
                 timeout_s=None if call.caller.batch_id else self.settings.request_timeout_s,
-                at_once=self._window if is_pooled else None,
             )
             generation.ignored = ignored
+            generation.at_once = self._window if is_pooled else None
             if not is_pooled:
                 self.live.note(call.id, body, call.route, generation)
             return generation
