@@ -26,7 +26,7 @@ HELP = """
 Write the vectors of a file of texts.
 
   paceline embed texts.jsonl vectors.npy
-  paceline embed articles.jsonl vectors.npy --field body --truncate --quantization int8
+  paceline embed articles.jsonl vectors.npy --field body --truncate
   paceline embed questions.jsonl vectors.npy --model org/model --prompt-name query
 
 A line is a text as a JSON string, or an object with the text in a field. Row i of the array (float32, numpy's file
