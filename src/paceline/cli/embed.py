@@ -27,7 +27,7 @@ Write the vectors of a file of texts.
 
   paceline embed texts.jsonl vectors.npy
   paceline embed articles.jsonl vectors.npy --field body --truncate
-  paceline embed questions.jsonl vectors.npy --model org/model --prompt-name query
+  paceline embed asked.jsonl vectors.npy -m org/model --prompt-name query
 
 A line is a text as a JSON string, or an object with the text in a field. Row i of the array (float32, numpy's file
 format) is the vector of line i. What is wrong with a text is told with its line, and nothing is written then.
