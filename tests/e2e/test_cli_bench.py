@@ -159,6 +159,20 @@ def test_it_runs_where_only_the_engine_can(command: str, modes: list[str | None]
     assert [result.get("mode") for result in json.loads(target.read_text())["results"]] == modes
 
 
+def test_embed_counts_the_texts_alone(tmp_path: Path) -> None:
+    flags = ("--pooling", "mean", "--texts", "12", "--clients", "3", "--short", "5", "--long", "40")
+    done = run("bench", "embed", *TINY, *flags, "--json", str(tmp_path / "out.json"), cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3 clients" in done.stdout and "latency p50 / p90 / p99 ms" in done.stdout
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    long = (result["num_tokens"] - 12 * 5) / 35
+    assert result["num_texts"] == result["latency_s"]["count"] == 12 and long == int(long) and long > 0
+    refused = run("bench", "embed", *TINY, "--long", "100000", "--pooling", "mean", cache=tmp_path)
+    assert refused.returncode == 2 and "a text of 100000 tokens is longer" in refused.stderr
+    chat = run("bench", "embed", *TINY, "--texts", "1", cache=tmp_path)
+    assert chat.returncode == 1 and "--pooling" in chat.stderr
+
+
 def test_structured_compares_with_free_text_of_the_same_length(tmp_path: Path) -> None:
     schema, target = tmp_path / "digits.json", tmp_path / "result.json"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}')

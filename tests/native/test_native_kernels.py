@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -10,6 +12,7 @@ from paceline.runner.native.arena import kinds_of, pack
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code
 from paceline.runner.native.layout import (
+    GELU,
     GELU_TANH,
     INPUT_SCALES,
     Q4_UNPACKED,
@@ -200,7 +203,7 @@ def test_norm(code: Code, count: int) -> None:
     np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [SILU, GELU_TANH])
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH, GELU])
 def test_activations(code: Code, kind: int) -> None:
     gate = np.concatenate([np.linspace(-100, 100, 250), [-1e30, 1e30, np.nan, 0, -0.0, 1]]).astype(np.float32)
     up, out = np.full_like(gate, 0.5), np.empty_like(gate)
@@ -209,6 +212,11 @@ def test_activations(code: Code, kind: int) -> None:
     with np.errstate(over="ignore"):
         if kind == SILU:
             expected = wide / (1 + np.exp(-wide)) / 2
+        elif kind == GELU:
+            expected = np.array([0.25 * x * (1 + math.erf(x / math.sqrt(2))) for x in wide.tolist()])
+            # Of large negative numbers the error function is 1 but for its last bits.
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6)
+            return
         else:
             expected = wide / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))) / 2
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-8)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.models.files.config_fields import CheckpointError
-from paceline.models.files.fetch import default_model
+from paceline.models.files.fetch import fetch_packaged
 from paceline.models.files.open import Checkpoint
 from paceline.models.spec import ModelSpec
 
@@ -32,7 +32,7 @@ def smollm2_path() -> Path | None:
     if named:
         return Path(named)
     try:
-        return default_model(local_only=True)
+        return fetch_packaged(local_only=True)
     except CheckpointError:
         return None
 

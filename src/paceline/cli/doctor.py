@@ -21,7 +21,14 @@ from paceline.cli.command import Command
 from paceline.cli.terminal import columns
 from paceline.config.options import option
 from paceline.errors import PacelineError
-from paceline.models.files.fetch import DEFAULT_MODEL, ROOT_VARIABLE, default_model, models_folder
+from paceline.models.files.fetch import (
+    DEFAULT_MODEL,
+    MINILM,
+    ROOT_VARIABLE,
+    PackagedModel,
+    fetch_packaged,
+    models_folder,
+)
 from paceline.runner.device import driver_gpus, why_no_gpu
 from paceline.runner.machine_load import REFRESH_S, MachineLoad, busy_sentence, cores_allowed
 from paceline.version import __version__
@@ -68,6 +75,10 @@ def _print(facts: dict[str, Any]) -> None:
         ("memory", f"{_gib(memory['available_bytes'])} free of {_gib(memory['total_bytes'])}"),
         ("cache", f"{disk['path']}, {_gib(disk['free_bytes'])} free on its disk"),
         ("default model", model["path"] or "not downloaded; paceline pull fetches it"),
+        (
+            "for vectors",
+            facts["embedding_model"]["path"] or "not downloaded; paceline pull minilm fetches it",
+        ),
         ("GPU", ", ".join(facts["gpus"]) or "none"),
         *(("environment", f"{name}={value}") for name, value in facts["environment"].items()),
     ]
@@ -145,7 +156,8 @@ def gather() -> Facts:
             "kernels": kernels,
         },
         "cache": _cache(),
-        "default_model": _default_model(),
+        "default_model": _packaged(DEFAULT_MODEL),
+        "embedding_model": _packaged(MINILM),
         "gpus": gpus,
         "gpu_error": _gpu_error() if gpus else None,
         "environment": _environment(),
@@ -231,9 +243,9 @@ def _cache() -> Facts:
     }
 
 
-def _default_model() -> Facts:
+def _packaged(model: PackagedModel) -> Facts:
     try:
-        return {"path": str(default_model(local_only=True))}
+        return {"path": str(fetch_packaged(local_only=True, model=model))}
     except (PacelineError, OSError):
         return {"path": None}
 

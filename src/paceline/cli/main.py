@@ -17,6 +17,7 @@ from paceline.cli.command import CommandGroup, dashed
 from paceline.cli.completion import ASK, COMPLETION, complete
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
+from paceline.cli.embed import EMBED
 from paceline.cli.keys import KEYS
 from paceline.cli.models import MODELS, TRAIN_HEAD, WARM
 from paceline.cli.run import RUN
@@ -37,7 +38,7 @@ PACELINE = CommandGroup(
     help="An LLM inference engine built around continuous batching.",
     version=f"paceline {__version__}",
     headings={
-        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH),
+        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH, EMBED),
         "Models": (*MODELS, TRAIN_HEAD),
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),

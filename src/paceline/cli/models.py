@@ -35,7 +35,7 @@ class ModelNameOptions:
     """Which model to fetch or describe."""
 
     name: str = option(
-        DEFAULT, "smollm2, org/model, org/model:file.gguf, or a path", argument=True, metavar="MODEL"
+        DEFAULT, "smollm2, minilm, org/model, org/model:file.gguf, or a path", argument=True, metavar="MODEL"
     )
     revision: str | None = option(
         None, "branch, tag or commit on the hub", metavar="NAME", default_text="newest"
@@ -152,11 +152,27 @@ def _description(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *([("experts", _experts(spec))] if spec.experts else []),
         ("vocabulary", f"{spec.vocab_size}{', tied to the output' if spec.tied_embeddings else ''}"),
         ("context", f"{spec.max_positions} tokens"),
-        ("rotation", "; ".join(f"{rope.kind}, theta {rope.theta:g}" for rope in spec.ropes)),
+        *([("rotation", _rotation(spec))] if spec.ropes else []),
         ("weights", f"{_size(total)}; by type and number of tensors: {stored}"),
         ("tokenizer", "yes" if text.tokenizer_json or text.gguf_fields else "no"),
         ("chat template", "yes" if text.chat_template else "no"),
+        *([("vectors", _vectors(checkpoint))] if checkpoint.embedding else []),
+        *([("labels", ", ".join(spec.encoder.labels))] if spec.encoder and spec.encoder.labels else []),
     ]
+
+
+def _rotation(spec: ModelSpec) -> str:
+    return "; ".join(f"{rope.kind}, theta {rope.theta:g}" for rope in spec.ropes)
+
+
+def _vectors(checkpoint: Checkpoint) -> str:
+    embedding = checkpoint.embedding
+    assert embedding is not None
+    parts = [f"{checkpoint.spec.hidden_size} numbers, {embedding.kind} of a text"]
+    parts += ["of length 1"] if embedding.normalize else []
+    parts += [f"trained with {embedding.max_length} tokens"] if embedding.max_length else []
+    parts += [f"prompts: {', '.join(embedding.prompts)}"] if embedding.prompts else []
+    return ", ".join(parts)
 
 
 def _layers(spec: ModelSpec) -> str:

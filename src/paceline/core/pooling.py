@@ -22,7 +22,6 @@ from paceline.errors import InvalidRequest
 
 FIELD = "pooling"
 LAST, MEAN, CLS, CLASSIFY, CHOICE = KINDS = ("last", "mean", "cls", "classify", "choice")
-OF_DECODERS = (LAST, MEAN)  # that every decoder can have as its embedding
 MAX_CHOICES = 64
 
 

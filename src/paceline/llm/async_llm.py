@@ -30,9 +30,11 @@ from paceline.llm.adapters import LoRARequest
 from paceline.llm.arguments import check_call
 from paceline.llm.frontend import Frontend, ModelHolder
 from paceline.llm.outputs import OutputDelta, RequestOutput
+from paceline.llm.pairs import Cut
 from paceline.llm.prompts import Messages, PreparedRequest, Prompt
 from paceline.llm.search import SearchResult, make_search
 from paceline.llm.tree import AsyncTree, FindPattern, Inserted, TellingBackend
+from paceline.llm.vectors import PoolingRequestOutput, pooled_sampling, prompted, vector_of
 from paceline.text.tools.reading import read_openai_tools
 
 # The engine's own thread: takes commands, steps while there is work, sleeps while there is none.
@@ -259,6 +261,32 @@ class AsyncLLM(ModelHolder):
 
         service_level = ServiceLevel(class_of(service_tier), priority)
         return self._stream(read, request_id, tenant, service_level, lora_request)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        tenant: str = "default",
+        service_tier: str | None = None,
+    ) -> PoolingRequestOutput:
+        """The vector of a text; options as in `LLM.embed`."""
+        defaults = self._front.embedding
+        sampling = pooled_sampling(defaults, dimensions=dimensions, normalize=normalize)
+        given = prompted(prompt, defaults, prompt_name)
+
+        def read() -> PreparedRequest:
+            (prepared,) = self._front.inputs.read(
+                [given], sampling, lambda index: "prompt", Cut(is_cut=truncate)
+            )
+            return prepared
+
+        outputs = self._stream(read, None, tenant, ServiceLevel(class_of(service_tier)), None)
+        (output,) = [output async for output in outputs if output.finished]
+        return vector_of(output, 0)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason abort. An unknown one is left alone."""

@@ -187,6 +187,7 @@ class LLM(ModelHolder):
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate: bool = False,
         use_tqdm: bool = True,
         lora_request: Adapters = None,
         **unsupported: Any,
@@ -194,13 +195,15 @@ class LLM(ModelHolder):
         """The vector of each text, in their order: `output.outputs.data`, or `.embedding` as a list.
 
         `dimensions`: only the first numbers of each; `normalize`: to a length of 1, by default as its files say;
-        `prompt_name`: one of the texts that they put before an input. Raises if one of the texts cannot have a vector.
+        `prompt_name`: one of the texts that they put before an input; `truncate`: texts that are too long are cut.
+        Raises if one of the texts cannot have a vector.
         """
         check_call(self.embed, unsupported)
         defaults = self._front.embedding
         sampling = pooled_sampling(defaults, dimensions=dimensions, normalize=normalize)
         listed = [prompted(prompt, defaults, prompt_name) for prompt in _listed(prompts)]
-        return self._pool(listed, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
+        cut = Cut(is_cut=truncate)
+        return self._pool(listed, sampling, use_tqdm=use_tqdm, cut=cut, lora_request=lora_request)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True

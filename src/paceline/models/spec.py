@@ -47,11 +47,18 @@ class ExpertsSpec:
 class EncoderSpec:
     """What an encoder has beside the sizes that it shares with a decoder."""
 
-    num_positions: int  # rows of its table of positions
+    num_positions: int  # rows of its table of positions, where it has one
     position_offset: int = 0  # the row of a text's first token
     num_types: int = 2
+    is_biased: bool = True  # its products and norms
+    norm_first: bool = False  # norms stand before the parts of a layer, and one behind the last
+    is_gated: bool = False  # activation(product) * another product
+    reaches: tuple[int, ...] = ()  # per layer: tokens seen in each direction, 0 for all; nothing: all in all
     labels: tuple[str, ...] = ()  # of a classifier
     head: tuple[str, str] = ("", "")  # its two products, by the names of their tensors
+    head_norm: str = ""  # between them
+    head_activation: str = "tanh"  # behind the first
+    head_mean: bool = False  # reads the mean of all tokens, not the first one
     prefix: str = ""  # that a model with a head puts before the names of its tensors
 
 
@@ -59,7 +66,9 @@ class EncoderSpec:
 class ModelSpec:
     """One transformer: a decoder, unless it has the options of an encoder."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral, qwen3_moe; bert, xlm-roberta
+    architecture: (
+        str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral, qwen3_moe; bert, xlm-roberta, modernbert
+    )
     vocab_size: int
     hidden_size: int
     intermediate_size: int

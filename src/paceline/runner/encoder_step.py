@@ -1,26 +1,29 @@
 """A step of an encoder (`cpu.StepCompute`): whole sequences, no keys and values.
 
 Tokens of a text see those behind them, so that nothing of it can be computed before its last token is scheduled. A
-chunk that does not end its text computes nothing; the one that does computes all of it.
+chunk that does not end its text computes nothing; the one that does computes all of it. What computes is a
+`TextEncoder`: the native kernels (`native.encoder`) or torch (`models.encoder`).
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline.core.counters import CPUWork
 from paceline.core.standing import Pulse
-from paceline.models.encoder import Encoder
+from paceline.models.files.stored import TensorSource, check_finite
+from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch
-from paceline.runner.workers import Workers
 
 Index = NDArray[np.int64]
 Floats = NDArray[np.float32]
-MOST_TOKENS = 8192  # computed together
 TIMED_TEXTS, TIMED_TOKENS = 8, 32
 
 
@@ -52,14 +55,86 @@ class NoKV:
         return None
 
 
-class EncoderStep:
-    """Computes the texts that a step completes."""
+class TextEncoder(Protocol):
+    """Texts in, hidden states out."""
 
-    def __init__(self, encoder: Encoder, block_size: int, workers: Workers, pulse: Pulse) -> None:
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(
+        self, texts: Sequence[Index], beat: Callable[[], None], seconds: Sequence[int] = ()
+    ) -> list[Floats]: ...
+
+
+class ClassifierHead:
+    """Scores of the labels of a text. In numpy: it is two products of one vector."""
+
+    def __init__(self, source: TensorSource) -> None:
+        options = source.spec.encoder
+        assert options is not None
+        self._options, self._eps = options, source.spec.norm_eps
+
+        def read(name: str) -> Floats:
+            if name not in source.names():
+                return np.zeros(1, np.float32)
+            values = source.tensor(name).to_float32()
+            check_finite(values, name)
+            return values.copy()
+
+        first, second = options.head
+        self._dense, self._dense_bias = read(first + ".weight"), read(first + ".bias")
+        self._norm = read(options.head_norm + ".weight") if options.head_norm else None
+        self._scores, self._scores_bias = read(second + ".weight"), read(second + ".bias")
+
+    def scores(self, states: Floats, *, raw: bool) -> Floats:
+        """From the states of all tokens; of one label, how much it holds. `raw`: without softmax or sigmoid."""
+        state = states.mean(axis=0) if self._options.head_mean else states[0]
+        inner = self._dense @ state + self._dense_bias
+        inner = np.tanh(inner) if self._options.head_activation == "tanh" else _gelu(inner)
+        if self._norm is not None:
+            inner = inner - inner.mean()
+            inner = inner / np.sqrt(np.square(inner).mean() + self._eps) * self._norm
+        logits = (self._scores @ inner + self._scores_bias).astype(np.float64)
+        found = logits
+        if not raw and len(logits) == 1:
+            found = 1 / (1 + np.exp(-logits))
+        elif not raw:
+            weights = np.exp(logits - logits.max())
+            found = weights / weights.sum()
+        scores: Floats = found.astype(np.float32)
+        return scores
+
+
+def _gelu(x: Floats) -> Floats:
+    shares = [0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x.tolist()]
+    return x * np.array(shares, np.float32)
+
+
+class EncoderStep:
+    """Computes the texts that a step completes.
+
+    `most_tokens` are computed together, unless one text has more. `around`: entered for a number of tokens.
+    """
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        head: ClassifierHead | None,
+        block_size: int,
+        most_tokens: int,
+        around: Callable[[int], AbstractContextManager[None]],
+        work: Callable[[], CPUWork],
+        pulse: Pulse,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.spec = encoder.spec
         self.kv = NoKV(block_size)
+        self.close = close
+        self.work = work
         self._encoder = encoder
-        self._workers = workers
+        self._head = head
+        self._most_tokens = most_tokens
+        self._around = around
         self._pulse = pulse
         self._states: dict[int, Floats] = {}  # of the last batch, by the index of the row
         self._none: Floats = np.zeros((0, encoder.spec.hidden_size), np.float32)
@@ -69,48 +144,45 @@ class EncoderStep:
         whole = np.flatnonzero((ends >= rows.num_tokens[batch.rows]) & ~batch.masked).tolist()
         self._states = {}
         good = np.ones(len(batch.tokens), np.bool_)
-        for part in _parts(whole, ends):
-            texts = [torch.from_numpy(rows.tokens[batch.rows[index], : ends[index]]) for index in part]
-            with self._workers.step(int(ends[part].sum())):
+        for part in _parts(whole, ends, self._most_tokens):
+            texts = [rows.tokens[batch.rows[index], : ends[index]] for index in part]
+            with self._around(int(ends[part].sum())):
                 found = self._encoder.forward(
                     texts, self._pulse.beat, rows.second_at[batch.rows[part]].tolist()
                 )
             for index, states in zip(part, found, strict=True):
-                self._states[index] = states.numpy()
-                if not np.isfinite(self._states[index]).all():
+                self._states[index] = states
+                if not np.isfinite(states).all():
                     good[batch.row_of == index] = False
         return good
 
     def states(self, batch: FlatBatch, index: int, *, only_last: bool) -> Floats:
         return self._states.get(index, self._none)
 
-    def classify(self, state: Floats, *, raw: bool) -> Floats:
-        found: Floats = self._encoder.classify(torch.from_numpy(state), raw=raw).numpy()
-        return found
+    def classify(self, states: Floats, *, raw: bool) -> Floats:
+        assert self._head is not None
+        return self._head.scores(states, raw=raw)
 
     def logits(self, tokens: Index) -> Floats:
         raise AssertionError("an encoder has no logits")
 
-    def work(self) -> CPUWork:
-        return CPUWork(threads=torch.get_num_threads())
 
-
-def _parts(whole: list[int], sizes: Index) -> list[list[int]]:
+def _parts(whole: list[int], sizes: Index, most_tokens: int) -> list[list[int]]:
     """Texts in groups of bounded size, at least one each."""
     parts: list[list[int]] = []
-    total = MOST_TOKENS
+    total = most_tokens
     for index in whole:
         total += int(sizes[index])
-        if total > MOST_TOKENS:
+        if total > most_tokens:
             parts.append([])
             total = int(sizes[index])
         parts[-1].append(index)
     return parts
 
 
-def token_seconds(encoder: Encoder) -> float:
+def token_seconds(encoder: TextEncoder) -> float:
     """Seconds that a token takes."""
-    texts = [torch.zeros(TIMED_TOKENS, dtype=torch.int64)] * TIMED_TEXTS
+    texts = [np.zeros(TIMED_TOKENS, np.int64)] * TIMED_TEXTS
     taken = []
     for _ in range(3):  # the first pays for threads and memory
         started_s = time.perf_counter()

@@ -30,8 +30,8 @@ class States(Protocol):
         of its tokens there, or of the last of them; of an encoder all of its sequence, once that is whole."""
         ...
 
-    def classify(self, state: Floats, *, raw: bool) -> Floats:
-        """Scores of the labels, from the state of the first token; `raw`: without softmax or sigmoid."""
+    def classify(self, states: Floats, *, raw: bool) -> Floats:
+        """Scores of the labels, from the states of all tokens; `raw`: without softmax or sigmoid."""
         ...
 
 
@@ -99,7 +99,7 @@ class Pooler:
             return logits.astype(np.float32) if wanted.raw else _softmax(logits)
         states = compute.states(batch, index, only_last=kind not in (CLS, CLASSIFY))
         if kind == CLASSIFY:
-            return compute.classify(states[0], raw=wanted.raw)
+            return compute.classify(states, raw=wanted.raw)
         return _finished(states[0 if kind == CLS else -1], wanted)
 
 

@@ -90,7 +90,7 @@ class TorchStep:
         found: NDArray[np.float32] = self._hidden[first:end].numpy()
         return found
 
-    def classify(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+    def classify(self, states: NDArray[np.float32], *, raw: bool) -> NDArray[np.float32]:
         raise AssertionError("a decoder has no labels")
 
 

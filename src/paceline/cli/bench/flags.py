@@ -1,4 +1,4 @@
-"""`paceline bench serve | sweep | compare | throughput | latency | structured | drafts` on the command line.
+"""`paceline bench serve | sweep | compare | throughput | latency | embed | structured | drafts` on the command line.
 
 What they do is in separate files, imported when one of them runs.
 """
@@ -14,6 +14,7 @@ from paceline.lab.bench.bench_options import (
     SWEEP_SECONDS,
     CompareOptions,
     DraftsOptions,
+    EmbedBenchOptions,
     LatencyOptions,
     LoadRunOptions,
     MoreBounds,
@@ -42,6 +43,15 @@ Measure the engine with requests that arrive over time.
 
 Arrivals are Poisson. TTFT is the time from a request's arrival to its first token, ITL the time between two deliveries
 to one request.
+"""
+EMBED_HELP = """
+Measure vectors: clients that ask for one after the other, texts of two lengths.
+
+  paceline bench embed
+  paceline bench embed --quantization int8 --clients 8
+  paceline bench embed --shape tiny --pooling mean --long-share 0
+
+Texts are random tokens, and nothing but texts is counted: the engine computes no padding.
 """
 STRUCTURED_HELP = """
 Measure answers by a JSON schema against free text of the same length, in turns.
@@ -153,6 +163,13 @@ BENCH = CommandGroup(
                 run=_later("run", "latency"),
                 takes=(LatencyOptions, *ENGINE_PANELS),
                 defaults=ENGINE_DEFAULTS,
+            ),
+            Command(
+                name="embed",
+                help=EMBED_HELP,
+                run=_later("run", "embed"),
+                takes=(EmbedBenchOptions, *ENGINE_PANELS),
+                defaults={**ENGINE_DEFAULTS, "model": "minilm"},
             ),
             Command(
                 name="structured",

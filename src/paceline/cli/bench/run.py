@@ -24,11 +24,13 @@ from paceline.core.structure import Structure
 from paceline.errors import InputError, InvalidRequest
 from paceline.guide.check import check
 from paceline.lab.bench.bench_options import (
+    EmbedBenchOptions,
     EngineBenchOptions,
     LatencyOptions,
     StructuredOptions,
     ThroughputOptions,
 )
+from paceline.lab.bench.embed import make_texts, run_embed
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
 from paceline.lab.bench.shapes import write_shape, write_tokenizer
@@ -41,6 +43,8 @@ from paceline.lab.bench.structured import (
     total_of,
 )
 from paceline.lab.bench.tables import (
+    embed_json,
+    embed_table,
     latency_json,
     latency_table,
     recheck_json,
@@ -76,7 +80,7 @@ from paceline.lab.bench.workloads import (
 from paceline.llm.arguments import split_arguments
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.llm import LLM
-from paceline.models.files.fetch import DEFAULT_NAME
+from paceline.models.files.fetch import DEFAULT_NAME, MINILM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,13 @@ def structured(values: Mapping[str, Any]) -> None:
         options, {**values, "max_num_seqs": values.get("max_num_seqs") or options.clients}, (), ()
     ) as task:
         run_forms(options, task, forms)
+
+
+def embed(values: Mapping[str, Any]) -> None:
+    options = from_values(EmbedBenchOptions, values)
+    model = values.get("model") or (MINILM.name if options.shape is None else None)
+    with _task(options, {**values, "model": model}, (), ()) as task:
+        run_vectors(options, task)
 
 
 @contextmanager
@@ -268,6 +279,31 @@ def run_forms(options: StructuredOptions, task: BenchTask, forms: Mapping[str, S
         finally:
             if results:
                 show(report.title, structured_table([*results, total_of(results)]))
+
+
+# The run of `paceline bench embed`: load, warm up, all texts.
+
+
+def run_vectors(options: EmbedBenchOptions, task: BenchTask) -> None:
+    llm, startup_s = load(AsyncLLM, task.engine)
+    try:
+        report = report_of("embed", task, llm, startup_s)
+        longest = max(options.short, options.long)
+        if longest > llm.max_model_len:
+            raise InputError(f"a text of {longest} tokens is longer than the model's {llm.max_model_len}")
+        vocab_size = llm.loaded.checkpoint.spec.vocab_size
+        texts = make_texts(options.texts, options.short, options.long, options.long_share, vocab_size)
+        bar = RequestBar(f"{options.clients} clients", len(texts))
+        with write(report, task.target) as save:
+            try:
+                result = asyncio.run(run_embed(llm, texts, options.clients, bar.advance))
+            finally:
+                bar.close()
+            report.results.append(embed_json(result))
+            save()
+            show(report.title, embed_table([result]))
+    finally:
+        llm.shutdown()
 
 
 # The runs of `paceline bench throughput`: load, warm up, every workload, the check afterwards.

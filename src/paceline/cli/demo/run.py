@@ -160,7 +160,7 @@ def _what(model: str | None, shape: str | None, device: str) -> str:
     """What runs, for the page."""
     from paceline.models.files.fetch import DEFAULT_MODEL
 
-    name = f"made-up weights, {shape}" if shape else model or DEFAULT_MODEL.file_name.split(".")[0]
+    name = f"made-up weights, {shape}" if shape else model or DEFAULT_MODEL.title
     return f"{name} on {device}"
 
 

@@ -117,13 +117,14 @@ def _path(values: Mapping[str, Any], place: str, name: str, flag: str) -> Path:
 
 def _names(values: Mapping[str, Any]) -> tuple[str, ...]:
     """What requests may call the model."""
-    from paceline.models.files.fetch import DEFAULT_MODEL, DEFAULT_NAME
+    from paceline.models.files.fetch import packaged_named
 
     if values["served_model_name"]:
         return tuple(values["served_model_name"])
     model = values["model"]
-    if model is None or model == DEFAULT_NAME:
-        return (DEFAULT_NAME, DEFAULT_MODEL.file_name.split(".")[0])
+    packaged = packaged_named(model)
+    if packaged is not None:
+        return (packaged.name, packaged.title)
     return tuple(dict.fromkeys((model, Path(model).name, Path(model).stem)))
 
 

@@ -23,9 +23,6 @@ class EngineBenchOptions(CheckedOptions):
         basic=True,
         panel="Model",
     )
-    temperature: float | None = option(
-        None, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, default_text="0.6"
-    )
     json: str | None = option(
         None,
         "write all figures, machine, versions and commit to this file",
@@ -36,7 +33,27 @@ class EngineBenchOptions(CheckedOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(EngineBenchOptions):
+class EmbedBenchOptions(EngineBenchOptions):
+    """What `paceline bench embed` takes beside the engine's options."""
+
+    clients: int = option(64, "clients that ask for one vector after the other", low=1, high=4096, basic=True)
+    texts: int = option(1000, "number of texts", low=1, high=1_000_000, basic=True)
+    short: int = option(25, "tokens of a short text", low=1, basic=True)
+    long: int = option(256, "tokens of a long text", low=1, basic=True)
+    long_share: float = option(0.2, "share of long texts", low=0.0, high=1.0, basic=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledOptions(EngineBenchOptions):
+    """What commands take that make tokens."""
+
+    temperature: float | None = option(
+        None, "temperature of all requests; 0: the most likely token", low=0.0, high=2.0, default_text="0.6"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions(SampledOptions):
     """What `throughput` and `latency` take."""
 
     trace: str | None = option(
@@ -45,7 +62,7 @@ class BenchOptions(EngineBenchOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOptions(EngineBenchOptions):
+class StructuredOptions(SampledOptions):
     """What `paceline bench structured` takes beside the engine's options."""
 
     clients: int = option(8, "requests at a time", low=1, high=4096, basic=True, also=("--rows",))

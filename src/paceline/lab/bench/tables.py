@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.lab.bench.drafts import DraftsResult, ScriptResult
+from paceline.lab.bench.embed import EmbedResult
 from paceline.lab.bench.latency import LatencyResult
 from paceline.lab.bench.structured import StructuredResult
 from paceline.lab.bench.throughput import Recheck, ThroughputResult
@@ -94,6 +95,15 @@ _STRUCTURED: tuple[_Column, ...] = (
 )
 
 
+_EMBED: tuple[_Column, ...] = (
+    ("texts", _number("num_texts", _count)),
+    ("tok/s", _number("tokens_per_s")),
+    ("texts/s", _number("texts_per_s")),
+    ("latency p50 / p90 / p99 ms", _percentiles("latency_s", 1e3)),
+    ("steps", _number("steps", _count)),
+)
+
+
 def split_grid(grid: Grid, width: int, *, edge: int, gap: int) -> list[Grid]:
     """As few tables as have room in a width, each with the first column. A table takes `edge` characters itself and
     `gap` for each column."""
@@ -126,6 +136,15 @@ def structured_table(results: Sequence[StructuredResult]) -> Grid:
 
 def structured_json(result: StructuredResult) -> dict[str, Any]:
     rates = ("free_tokens_per_s", "structured_tokens_per_s")
+    return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
+
+
+def embed_table(results: Sequence[EmbedResult]) -> Grid:
+    return _grid(results, _EMBED)
+
+
+def embed_json(result: EmbedResult) -> dict[str, Any]:
+    rates = ("tokens_per_s", "texts_per_s")
     return rounded({**asdict(result), **{name: getattr(result, name) for name in rates}})
 
 

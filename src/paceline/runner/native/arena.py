@@ -82,11 +82,13 @@ def kind_of(tensor: StoredTensor, quantization: str = "auto") -> int:
     return Q4 if tensor.dtype in _FOUR_BITS else Q8
 
 
-def kinds_of(tensors: Iterable[StoredTensor], quantization: str) -> dict[str, int]:
+def kinds_of(
+    tensors: Iterable[StoredTensor], quantization: str, *, fine_inputs: bool = True
+) -> dict[str, int]:
     """The kinds of a model's panels, by name. Where none has 4 bits, rounding the inputs to 8 would cost most of what 8
-    bits of the weights keep: inputs have 16 then."""
+    bits of the weights keep: inputs have 16 then, unless speed is wanted more (`fine_inputs` false)."""
     kinds = {tensor.name: kind_of(tensor, quantization) for tensor in tensors}
-    if Q4 in kinds.values():
+    if Q4 in kinds.values() or not fine_inputs:
         return kinds
     return {name: Q8_FINE if kind == Q8 else kind for name, kind in kinds.items()}
 
@@ -96,10 +98,12 @@ def build_arena(
     names: list[str],
     on_matrix: Callable[[int, int], None] | None = None,
     quantization: str = "auto",
+    *,
+    fine_inputs: bool = True,
 ) -> tuple[Arena, dict[str, Matrix]]:
-    """The named matrices as panels."""
+    """The named matrices as panels. `fine_inputs`: see `kinds_of`."""
     tensors = [source.tensor(name) for name in names]
-    kinds = kinds_of(tensors, quantization)
+    kinds = kinds_of(tensors, quantization, fine_inputs=fine_inputs)
     places, at = [], 0
     for tensor in tensors:
         outputs = -(-tensor.shape[0] // COLUMNS) * COLUMNS

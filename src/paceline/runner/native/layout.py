@@ -22,6 +22,9 @@ Keys and values of one layer are cut into sub-blocks of 16 tokens; a block of th
     in bytes   [kv head](keys [quad][16 tokens][4], values [16 tokens][head dim]  bytes,
                          scales of keys [16 tokens], scales of values [16 tokens]  float32)
 
+An encoder's keys and values are those of one layer: a text has sub-blocks one behind the other, and the next layer
+writes over them. Its embedding is no matrix of panels, but a row of floats for each token.
+
 An adapter has two matrices for each part of a layer that it changes, of 16 or 32 bits:
 
     A        [rank][inputs], ranks filled up with zeros to a multiple of four;   B   panels of 16 outputs, [rank][16]
@@ -42,7 +45,7 @@ Q4, Q8, F16, BF16, F32, Q8_FINE = range(6)  # the last: 8 bits with inputs of 16
 KINDS = ("q4", "q8", "f16", "bf16", "f32", "q8")
 QUANTISED = (Q4, Q8, Q8_FINE)
 REST_STEPS = 254  # of an input's first byte
-SILU, GELU_TANH = range(2)
+SILU, GELU_TANH, GELU = range(3)
 
 
 def kv_head_bytes(dim: int, *, in_bytes: bool) -> int:
@@ -145,7 +148,14 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_LOW,
     S_LOW_STEP,
     S_LOW_PART,
-) = range(0, 688, 8)
+    S_IS_ENCODER,
+    S_PLACE_VECTORS,
+    S_SECONDS,
+    S_SECOND_VECTOR,
+    S_FIRST_NORM,
+    S_FIRST_NORM_BIAS,
+    S_LAST_NORM_BIAS,
+) = range(0, 744, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,
@@ -182,7 +192,12 @@ def panel_bytes(kind: int, inputs: int) -> int:
     L_ROUTER_KIND,
     L_ROUTER,
     L_EXPERTS,
-) = range(0, 272, 8)
+    L_REACH,
+    L_GATE_BIAS,
+    L_DOWN_BIAS,
+    L_NORM_BIAS_BEFORE_ATTENTION,
+    L_NORM_BIAS_BEFORE_FEED_FORWARD,
+) = range(0, 312, 8)
 # In the row of one expert of a layer.
 (
     E_GATE_KIND,

@@ -17,6 +17,7 @@ from paceline.runner.native.checks import Range
 from paceline.runner.native.layout import (
     COLUMNS,
     EXPERT,
+    GELU,
     GELU_TANH,
     GROUP,
     KINDS,
@@ -37,7 +38,7 @@ _QUARTER_TURN = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-
 _DECIMALS = Context(prec=40)
 
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU}
 # Operations of a core and bytes of all cores in a second, on a machine of the year 2019: a first guess.
 EXPECTED_QUANTISED, EXPECTED_DENSE, EXPECTED_MEMORY = 60e9, 16e9, 16e9
 

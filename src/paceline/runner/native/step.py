@@ -118,7 +118,7 @@ class NativeStep:
         normed: NDArray[np.float32] = residual * scale[:, None] * self._last_norm
         return normed
 
-    def classify(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+    def classify(self, states: NDArray[np.float32], *, raw: bool) -> NDArray[np.float32]:
         raise AssertionError("a decoder has no labels")
 
     def work(self) -> CPUWork:

@@ -88,6 +88,10 @@ def attend(zero, queries, begins, ends, table, subs, kv, block_bytes, dim, score
                 value, weight = values + done + start * dim * 4, weights + 4 * start
                 _add_four(zero, value, weight, step, count - start, dim, out + done)
                 done += 256
+            if done + 128 <= dim * 4:
+                value, weight = values + done + start * dim * 4, weights + 4 * start
+                _add_two(zero, value, weight, step, count - start, dim, out + done)
+                done += 128
         for d in range(done, dim * 4, 64):
             sums = load_rows(zero, out + d, dim * 4)
             value, weight = values + d + start * dim * 4, weights + 4 * start
@@ -141,6 +145,19 @@ def _add_four(zero, values, weights, step, count, dim, out):
     store_rows(b, out + 64, dim * 4)
     store_rows(c, out + 128, dim * 4)
     store_rows(d, out + 192, dim * 4)
+
+
+@kernel
+def _add_two(zero, values, weights, step, count, dim, out):
+    """The same, thirty-two numbers of each."""
+    a = load_rows(zero, out, dim * 4)
+    b = load_rows(zero, out + 64, dim * 4)
+    for index in range(count):
+        value, weight = values + index * dim * 4, weights + 4 * index
+        a = fma_rows(a, load_floats(value), weight, step)
+        b = fma_rows(b, load_floats(value + 64), weight, step)
+    store_rows(a, out, dim * 4)
+    store_rows(b, out + 64, dim * 4)
 
 
 @kernel

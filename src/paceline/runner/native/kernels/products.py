@@ -18,7 +18,7 @@ from paceline.runner.native.kernels.dots import (
     UNPACKED,
     add_group,
 )
-from paceline.runner.native.kernels.emit import PARTS, apart, kernel
+from paceline.runner.native.kernels.emit import LANES, PARTS, WIDTH, apart, kernel
 from paceline.runner.native.kernels.simd import (
     fma_quads,
     high_nibbles,
@@ -46,6 +46,8 @@ from paceline.runner.native.layout import (
 )
 
 MANY = 8  # rows
+# Where a vector is one register, a dense product of four rows has too few sums to keep the units busy.
+HAS_ROOM = WIDTH == LANES
 _SCALES = 4 * INPUT_SCALES  # bytes of the scales of a tile and group
 
 
@@ -200,6 +202,12 @@ def dense_tile(sums, kind, w, x, inputs, x_step):
 @kernel
 def _dense_panel(kind, w, x, rows, inputs, out, step):
     x_step = inputs * 4
+    if HAS_ROOM:
+        while rows >= 8:
+            store_rows(dense_tile(zeros(8), kind, w, x, inputs, x_step), out, step)
+            x += 8 * x_step
+            out += 8 * step
+            rows -= 8
     while rows >= 4:
         store_rows(dense_tile(zeros(4), kind, w, x, inputs, x_step), out, step)
         x += 4 * x_step

@@ -16,17 +16,16 @@ from paceline.runner.native.kernels.scalars import (
     square_root,
 )
 from paceline.runner.native.kernels.simd import (
-    absolute,
     add,
     add_ints,
+    bounded,
     div,
     fma,
-    largest,
+    largest_size,
     load_floats,
-    maximum,
-    minimum,
     mul,
     round_even,
+    round_to_ints,
     splat,
     store_floats,
     store_quads,
@@ -41,6 +40,7 @@ from paceline.runner.native.layout import (
     BF16,
     F16,
     F32,
+    GELU,
     GELU_TANH,
     INPUT_SCALES,
     Q4,
@@ -58,20 +58,50 @@ C2, C3, C4, C5, C6 = _F(0.5), _F(0.16666666), _F(0.041666635), _F(0.008333361), 
 GELU_LINE, GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
 
 
+# erf(x) = x * P(x^2) / Q(x^2), within 4 units of the last place, where it is not 1 yet.
+ERF_END, HALF, ROOT_HALF = _F(4), _F(0.5), _F(0.7071067811865476)
+P0, P1, P2, P3 = (
+    _F(-1.60960333262415e-02),
+    _F(-2.95459980854025e-03),
+    _F(-7.34990630326855e-04),
+    _F(-5.69250639462346e-05),
+)
+P4, P5, P6 = _F(-2.10102402082508e-06), _F(2.77068142495902e-08), _F(-2.72614225801306e-10)
+Q0, Q1, Q2 = _F(-1.42647390514189e-02), _F(-7.37332916720468e-03), _F(-1.68282697438203e-03)
+Q3, Q4_ = _F(-2.13374055278905e-04), _F(-1.45660718464996e-05)
+
+
+@kernel
+def erf(x):
+    """The error function; NaN stays NaN."""
+    near = bounded(x, -ERF_END, ERF_END)
+    square = mul(near, near)
+    p = fma(splat(P6), square, splat(P5))
+    p = fma(p, square, splat(P4))
+    p = fma(p, square, splat(P3))
+    p = fma(p, square, splat(P2))
+    p = fma(p, square, splat(P1))
+    p = fma(p, square, splat(P0))
+    q = fma(splat(Q4_), square, splat(Q3))
+    q = fma(q, square, splat(Q2))
+    q = fma(q, square, splat(Q1))
+    q = fma(q, square, splat(Q0))
+    return div(mul(near, p), q)
+
+
 @kernel
 def exp(x):
     """e**x by the same operations, so with the same bits, on every processor; 0 below -87."""
-    lowest = splat(LOWEST)
-    bounded = minimum(maximum(x, lowest), splat(HIGHEST))
-    power = round_even(mul(bounded, splat(LOG2_E)))
-    rest = fma(power, splat(LN2_LOW), fma(power, splat(LN2_HIGH), bounded))
+    near = bounded(x, LOWEST, HIGHEST)
+    power = round_even(mul(near, splat(LOG2_E)))
+    rest = fma(power, splat(LN2_LOW), fma(power, splat(LN2_HIGH), near))
     p = fma(splat(C6), rest, splat(C5))
     p = fma(p, rest, splat(C4))
     p = fma(p, rest, splat(C3))
     p = fma(p, rest, splat(C2))
     p = fma(p, rest, splat(ONE))
     p = fma(p, rest, splat(ONE))
-    return zero_below(x, lowest, times_two_to(p, to_ints(power)))
+    return zero_below(x, splat(LOWEST), times_two_to(p, to_ints(power)))
 
 
 @kernel
@@ -81,12 +111,11 @@ def quantise(source, count, x, scales, width):
     for _ in range(count // 32):
         low = load_floats(source)
         high = load_floats(source + 64)
-        top = largest(maximum(absolute(low), absolute(high)))
+        top = largest_size(low, high)
         # A group of zeros stays zeros; a number that is not finite makes the scale, and so the product, not finite.
         inverse = splat(TOP / top if top != ZERO else ZERO)
         low, high = mul(low, inverse), mul(high, inverse)
-        low_whole, high_whole = round_even(low), round_even(high)
-        low_ints, high_ints = to_ints(low_whole), to_ints(high_whole)
+        low_ints, high_ints = round_to_ints(low), round_to_ints(high)
         # Four rows lie abreast.
         store_quads(x, low_ints, 4 * TILE)
         store_quads(x + 64, high_ints, 4 * TILE)
@@ -96,8 +125,8 @@ def quantise(source, count, x, scales, width):
         put_float(scales + 4, scale * _F(total))
         put_int32(scales + 8, -128 * total)
         if width == 2:
-            low_ints = to_ints(round_even(mul(sub(low, low_whole), splat(RESTS))))
-            high_ints = to_ints(round_even(mul(sub(high, high_whole), splat(RESTS))))
+            low_ints = round_to_ints(mul(sub(low, round_even(low)), splat(RESTS)))
+            high_ints = round_to_ints(mul(sub(high, round_even(high)), splat(RESTS)))
             store_quads(x + 128, low_ints, 4 * TILE)
             store_quads(x + 192, high_ints, 4 * TILE)
             put_float(scales, scale / RESTS)
@@ -151,7 +180,10 @@ def scale_row(to, factor, count):
 
 @kernel
 def activate(kind, gate, up):
-    """silu(gate) * up, or gelu by tanh, which is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate^3))."""
+    """silu(gate) * up, gelu by erf, or by tanh: gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate^3))."""
+    if kind == GELU:
+        half = mul(gate, splat(HALF))
+        return mul(fma(half, erf(mul(gate, splat(ROOT_HALF))), half), up)
     inner = gate
     if kind == GELU_TANH:
         cube = mul(mul(gate, gate), gate)

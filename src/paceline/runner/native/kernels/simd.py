@@ -171,6 +171,18 @@ def minimum(b, x, y):
     return each_register(f"llvm.minimum.v{WIDTH}f32")(b, x, y)
 
 
+@operation(floats, types.float32, types.float32, out=floats)
+def bounded(b, x, low, high):
+    """Not below `low` nor above `high`, neither of them 0; NaN stays. One instruction each, where the two above are
+    several."""
+    least, most = broadcast(b, low), broadcast(b, high)
+    found = []
+    for part in x:
+        above = b.select(b.fcmp_ordered("<", part, least), least, part)
+        found.append(b.select(b.fcmp_ordered(">", above, most), most, above))
+    return found
+
+
 @operation(floats, out=floats)
 def absolute(b, x):
     return each_register(f"llvm.fabs.v{WIDTH}f32")(b, x)
@@ -185,6 +197,30 @@ def round_even(b, x):
 def to_ints(b, x):
     """Towards zero; what does not fit goes to the nearest that does, NaN to 0."""
     return [call(b, f"llvm.fptosi.sat.v{WIDTH}i32.v{WIDTH}f32", INTS, part) for part in x]
+
+
+@operation(floats, out=ints)
+def round_to_ints(b, x):
+    """The nearest integer, of two the even one, of numbers up to 2**22; of others any.
+
+    Behind 1.5 * 2**23 the last bit of a float is worth 1: the sum is rounded, and its bits are the integer.
+    """
+    start = constant(FLOATS, float(3 << 22))
+    return [b.sub(b.bitcast(b.fadd(part, start), INTS), constant(INTS, 0x4B400000)) for part in x]
+
+
+@operation(floats, floats, out=types.float32)
+def largest_size(b, x, y):
+    """The largest of both without their signs. As integers: the bits of a larger number are more, of NaN most."""
+
+    def size(part: Any) -> Any:
+        return b.and_(b.bitcast(part, INTS), constant(INTS, 0x7FFFFFFF))
+
+    def join(one: Any, other: Any) -> Any:
+        return b.select(b.icmp_signed(">", one, other), one, other)
+
+    sizes = [join(size(one), size(other)) for one, other in zip(x, y, strict=True)]
+    return b.bitcast(_tree(b, sizes, join), F32)
 
 
 @operation(ints, ints, out=ints)

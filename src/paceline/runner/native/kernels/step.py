@@ -2,7 +2,8 @@
 
     embed | rows heads attention output rows gated down | ... every layer ... | last logits draw
 
-Where rows have adapters, a phase before each product makes what they add to it (`adapters`).
+Where rows have adapters, a phase before each product makes what they add to it (`adapters`). The layers of an encoder
+have their own order (`_encode`).
 
 `rows` adds what the phase before computed to the residual, norms it and quantises it; `heads` makes queries, keys and
 values of one head; `output` and `down` are products back to the model's width. Which thread takes which piece never
@@ -19,6 +20,7 @@ from paceline.runner.native.kernels.adapters import add_adapters, shrink_inputs
 from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import apart, kernel
+from paceline.runner.native.kernels.encoder import center_rows, embed_texts, inner_rows
 from paceline.runner.native.kernels.experts import feed_experts, gate_and_up
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import (
@@ -158,9 +160,9 @@ def _place_head(p, layer, head, token, values):
         weight = get_int(layer + (at.L_Q_NORM if head < heads else at.L_K_NORM))
         if weight != 0:
             norm(values, dim, weight, eps, values)
-        position = get_int(get_int(p + at.S_POSITIONS) + 8 * token)
-        turn = position * half * 4
-        rotate(values, half, get_int(layer + at.L_COS) + turn, get_int(layer + at.L_SIN) + turn)
+        if half != 0:
+            turn = get_int(get_int(p + at.S_POSITIONS) + 8 * token) * half * 4
+            rotate(values, half, get_int(layer + at.L_COS) + turn, get_int(layer + at.L_SIN) + turn)
     if head < heads:
         group = heads // kv_heads
         place = ((head // group) * get_int(p + at.S_NUM_TOKENS) + token) * group + head % group
@@ -196,6 +198,7 @@ def _attention(p, layer, scratch):
     sync, kv_heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     count, group = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HEADS) // kv_heads
     window, ends = get_int(layer + at.L_WINDOW), get_int(p + at.S_ENDS)
+    reach, positions = get_int(layer + at.L_REACH), get_int(p + at.S_POSITIONS)
     subs, block_bytes = get_int(layer + at.L_SUBS), get_int(layer + at.L_BLOCK_BYTES)
     first, end, out = scratch, scratch + 64, scratch + 128
     x, scores = scratch + 128 + 16 * dim, scratch + 128 + 24 * dim
@@ -213,8 +216,12 @@ def _attention(p, layer, scratch):
             rows = min(4, vectors - start)
             for i in range(rows):
                 stop = get_int(ends + 8 * (token + (start + i) // group))
+                begin = max(0, stop - window) if window > 0 else 0
+                if reach > 0:  # in both directions
+                    place = get_int(positions + 8 * (token + (start + i) // group))
+                    begin, stop = max(0, place - reach), min(stop, place + reach + 1)
                 put_int(end + 8 * i, stop)
-                put_int(first + 8 * i, max(0, stop - window) if window > 0 else 0)
+                put_int(first + 8 * i, begin)
             q = get_int(p + at.S_QUERIES) + ((head * count + token) * group + start) * dim * 4
             attend_rows(
                 rows, in_bytes, q, first, end, table, subs, kv, block_bytes, dim, scores, step, out, x
@@ -369,6 +376,58 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
 
 
 @kernel
+def _encode(p, scratch, unpacked, laps):
+    """All layers of an encoder: texts in, normed states out."""
+    layers, count = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS)
+    width, bias = get_int(p + at.S_HEADS) * get_int(p + at.S_HEAD_DIM), 0
+    x, quantised, scales = (
+        get_int(p + at.S_ATTENDED),
+        get_int(p + at.S_ATTENDED_Q),
+        get_int(p + at.S_ATTENDED_SCALES),
+    )
+    gated, gated_q, gated_scales = (
+        get_int(p + at.S_GATED),
+        get_int(p + at.S_GATED_Q),
+        get_int(p + at.S_GATED_SCALES),
+    )
+    embed_texts(p)
+    meet(p, laps, LAP_ROWS)
+    for index in range(count):
+        layer = layers + index * at.LAYER_BYTES
+        weight, shift = (
+            get_int(layer + at.L_NORM_BEFORE_ATTENTION),
+            get_int(layer + at.L_NORM_BIAS_BEFORE_ATTENTION),
+        )
+        center_rows(p, weight, shift, bias, index > 0, False)
+        meet(p, laps, LAP_ROWS)
+        _heads(p, layer, scratch, unpacked)
+        meet(p, laps, LAP_HEADS)
+        _attention(p, layer, scratch)
+        meet(p, laps, LAP_ATTENTION)
+        kind, w = get_int(layer + at.L_OUTPUT_KIND), get_int(layer + at.L_OUTPUT)
+        _product(p, layer, at.PART_O, kind, w, x, quantised, scales, width, unpacked)
+        meet(p, laps, LAP_PRODUCTS)
+        weight, shift = (
+            get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD),
+            get_int(layer + at.L_NORM_BIAS_BEFORE_FEED_FORWARD),
+        )
+        center_rows(p, weight, shift, get_int(layer + at.L_OUTPUT_BIAS), True, False)
+        meet(p, laps, LAP_ROWS)
+        if get_int(layer + at.L_UP) != 0:
+            _gated(p, layer, scratch, unpacked)
+        else:
+            inner_rows(p, layer, scratch, unpacked)
+        meet(p, laps, LAP_GATED)
+        kind, w = get_int(layer + at.L_DOWN_KIND), get_int(layer + at.L_DOWN)
+        inner = get_int(p + at.S_INNER)
+        _product(p, layer, at.PART_DOWN, kind, w, gated, gated_q, gated_scales, inner, unpacked)
+        meet(p, laps, LAP_PRODUCTS)
+        bias = get_int(layer + at.L_DOWN_BIAS)
+    center_rows(p, get_int(p + at.S_LAST_NORM), get_int(p + at.S_LAST_NORM_BIAS), bias, True, True)
+    meet(p, laps, LAP_ROWS)
+
+
+@kernel
 def _step(thread, p):
     """One step, as one of its threads."""
     scratch = get_int(p + at.S_SCRATCH) + thread * get_int(p + at.S_SCRATCH_STEP)
@@ -377,6 +436,9 @@ def _step(thread, p):
     if laps != 0:
         laps += thread * at.LAP_BYTES
         put_int(laps + 8 * LAP_STARTED, nanoseconds())
+    if get_int(p + at.S_IS_ENCODER) != 0:
+        _encode(p, scratch, unpacked, laps)
+        return
     layers, count = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS)
     layer = layers + (count - 1) * at.LAYER_BYTES
     is_whole = get_int(p + at.S_ONLY_LOGITS) == 0
