@@ -69,6 +69,8 @@ class EngineInfo:
         default_factory=dict
     )  # what computes steps: its name, and more about it
     adapters: tuple[AdapterInfo, ...] = ()  # of the start
+    makes_text: bool = True  # else it is an encoder
+    vectors: str = ""  # what a text becomes beside or instead of text, in words
 
     @property
     def usable_blocks(self) -> int:
