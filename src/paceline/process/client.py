@@ -67,6 +67,8 @@ class EngineInfo:
     # What computes steps: its name, and more about it.
     runner: dict[str, str | int] = field(default_factory=dict)
     adapters: tuple[AdapterInfo, ...] = ()  # of the start
+    makes_text: bool = True  # else it is an encoder
+    vectors: str = ""  # what a text becomes beside or instead of text, in words
 
     @property
     def usable_blocks(self) -> int:

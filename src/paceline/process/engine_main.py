@@ -233,8 +233,17 @@ def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
         notices=(*busy, *loaded.notices),
         learns_step_sizes=config.scheduler.learned_steps is not None,
         adapters=loaded.engine.adapters.infos(),
+        makes_text=spec.encoder is None,
+        vectors=_vectors(loaded),
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
+
+
+def _vectors(loaded: LoadedModel) -> str:
+    found, labels = loaded.embedding, loaded.checkpoint.spec.labels
+    parts = [] if found is None or not found.width else [f"{found.width} numbers, {found.kind}"]
+    parts += [f"scores of {len(labels)} label{'s' * (len(labels) > 1)}"] if labels else []
+    return "; ".join(parts)
 
 
 # Memory of several models in one process: what each of them is to know of it before it is loaded, and its owners then.

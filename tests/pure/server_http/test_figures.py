@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -265,6 +266,19 @@ def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
         "",
     ]
     assert plain.getvalue() == "starting torch ...\nloading weights ...\n"
+
+
+@pytest.mark.parametrize(
+    ("vectors", "path"), [("384 numbers, mean", "/v1/embeddings"), ("scores of 3 labels", "/classify")]
+)
+def test_the_card_of_an_encoder_speaks_of_texts(vectors: str, path: str) -> None:
+    info = replace(engine_info(), makes_text=False, vectors=vectors)
+    lines = dict(
+        card_lines(info, version="1", names=("m",), base_url="http://h", metrics_url="", needs_key=False)
+    )
+    assert lines["texts"] == "of up to 64 tokens, at most 4 at once" and lines["vectors"] == vectors
+    assert f"http://h{path} " in lines["try"] and '{"model": "m", "input": ["Hello!"]}' in lines["try"]
+    assert not {"KV cache", "concurrency", "chat"} & set(lines)
 
 
 def test_the_card_says_what_runs_and_where() -> None:

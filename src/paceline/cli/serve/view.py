@@ -32,8 +32,6 @@ def card_lines(
     further: Sequence[Line] = (),
 ) -> list[Line]:
     """Label and value of each line."""
-    tokens = info.usable_blocks * info.block_size
-    kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
     made = "" if info.quantization == "auto" else f" made {info.quantization}"
     also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
     lines = [
@@ -45,21 +43,30 @@ def card_lines(
             f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}{made}, loaded in {info.load_s:.1f} s",
         ),
         *_kernels(info),
-        (
-            "KV cache",
-            f"{_size(info.kv_bytes)}{kind}: {info.usable_blocks:,} blocks x {info.block_size} = {tokens:,} tokens",
-        ),
-        ("concurrency", _concurrency(info, tokens)),
+        *_capacity(info),
+        *([("vectors", info.vectors)] if info.vectors else []),
         ("steps", _steps(info)),
-        ("chat", f"{base_url}/"),
+        *([("chat", f"{base_url}/")] if info.makes_text else []),
         ("API", f"{base_url}/v1"),
         ("live page", f"{base_url}/ui"),
         ("docs", f"{base_url}/docs"),
         ("metrics", metrics_url),
     ]
     lines += [("note", notice) for notice in info.notices]
-    lines.append(("try", curl_line(base_url, names[0], curl_options, needs_key=needs_key)))
+    lines.append(("try", curl_line(info, base_url, names[0], curl_options, needs_key=needs_key)))
     return lines
+
+
+def _capacity(info: EngineInfo) -> list[Line]:
+    if not info.makes_text:
+        return [("texts", f"of up to {info.max_model_len:,} tokens, at most {info.max_num_seqs:,} at once")]
+    tokens = info.usable_blocks * info.block_size
+    kind = "" if info.kv_dtype == info.dtype else f" of {info.kv_dtype}"
+    blocks = f"{info.usable_blocks:,} blocks x {info.block_size} = {tokens:,} tokens"
+    return [
+        ("KV cache", f"{_size(info.kv_bytes)}{kind}: {blocks}"),
+        ("concurrency", _concurrency(info, tokens)),
+    ]
 
 
 def further_line(name: str, info: EngineInfo, share: ModelShare) -> Line:
@@ -78,13 +85,15 @@ def _kernels(info: EngineInfo) -> list[Line]:
     return [("CPU kernels", f"{info.runner['kernels']}, {info.runner['threads']} threads")]
 
 
-def curl_line(base_url: str, name: str, options: str, *, needs_key: bool) -> str:
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+def curl_line(info: EngineInfo, base_url: str, name: str, options: str, *, needs_key: bool) -> str:
+    path = "/v1/chat/completions"
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": "Hello!"}]}
+    if not info.makes_text:
+        path, asked = "/v1/embeddings" if "numbers" in info.vectors else "/classify", {"input": ["Hello!"]}
+    body = json.dumps({"model": name, **asked})
     quoted = body.replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if needs_key else ""
-    return (
-        f"curl {options}{base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
-    )
+    return f"curl {options}{base_url}{path} -H 'Content-Type: application/json'{key} -d '{quoted}'"
 
 
 class LoadingLine:

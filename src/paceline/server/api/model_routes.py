@@ -39,7 +39,7 @@ from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import UnknownModel, UnknownRequestId, UnsupportedRoute
 from paceline.server.generate.prompt_size import check_prompt
-from paceline.server.generate.service import INLINE_CHARS, Service
+from paceline.server.generate.service import INLINE_CHARS, ServedModel, Service
 
 
 def model_routes(services: Sequence[Service]) -> list[Route]:
@@ -82,9 +82,19 @@ def _card(name: str, service: Service) -> dict[str, Any]:
         "paceline": {
             "standing": service.client.stats.standing,
             "default_sampling": described_sampling(model.generation),
+            **_vectors(model),
             **({} if adapter is None else {"adapter": {"identity": adapter.identity, "rank": adapter.rank}}),
         },
     }
+
+
+def _vectors(model: ServedModel) -> dict[str, Any]:
+    """What texts become beside or instead of text."""
+    found = model.embedding
+    shown: dict[str, Any] = {"labels": list(model.labels)} if model.labels else {}
+    if found is not None and found.width:
+        shown["vectors"] = {"kind": found.kind, "dimensions": found.width, "normalize": found.normalize}
+    return shown
 
 
 # POST /v1/models/{id}/sleep and /wake; on a server of one model also vLLM's /sleep, /wake_up and /is_sleeping.
