@@ -224,7 +224,7 @@ def test_a_run_with_vectors_replays_and_has_none_of_their_numbers(
 
 
 def test_a_vector_that_only_encoders_have_is_refused_at_the_start(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--pooling cls: this model generates text.*; use last or mean"):
+    with pytest.raises(ConfigError, match="--pooling cls: this model generates text.*; use last, mean"):
         LLM(str(folder), load_format="dummy", pooling="cls", num_blocks=64)
 
 
