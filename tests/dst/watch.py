@@ -40,9 +40,8 @@ class Expectation:
     before: int = 0  # output tokens that have become part of its prompt: something was put in behind them
     coming: list[int] = field(default_factory=list)  # tokens that were put in and are still to be delivered
     start: int = 0  # what its adapter stands for
-    pictures: dict[int, int] = field(
-        default_factory=dict
-    )  # by position of its prompt, the vector that stands there
+    # By position of its prompt, the vector that stands there.
+    pictures: dict[int, int] = field(default_factory=dict)
 
     def continues(self, injected: list[int], request: Request) -> None:
         """Tokens were put behind its own: from there on it is like a request with all of them as its prompt."""

@@ -66,9 +66,8 @@ def _embed(values: Mapping[str, Any]) -> None:
     assert target is not None
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError("the vectors would be written over the texts; give another file")
-    count = sum(
-        1 for _ in read_texts(source, values["field"])
-    )  # what is wrong is told before a model is loaded
+    # What is wrong is told before a model is loaded.
+    count = sum(1 for _ in read_texts(source, values["field"]))
     if not count:
         raise InputError(f"{source} has no texts")
     find_model(engine)

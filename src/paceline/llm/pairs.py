@@ -26,10 +26,8 @@ from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 LONGEST_FIRST, ONLY_SECOND = STRATEGIES = ("longest_first", "only_second")
-QUERY_PROMPTS, DOCUMENT_PROMPTS = (
-    ("query",),
-    ("document", "passage"),
-)  # by the names that models have for them
+# By the names that models have for them.
+QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage")
 NO, YES = "no", "yes"
 # What Qwen3-Reranker was trained with.
 CHOICE_MARKS = ("<|im_start|>", "<|im_end|>")
