@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
 
 from paceline import LLM, SamplingParams
 from paceline.audit.codec import unpack
@@ -20,6 +22,7 @@ from paceline.core.pooling import PoolingParams
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.lab.sim.replayer import replay
 from paceline.scheduler.policy.fair import FairShare
+from tests.torch.embeddings.tiny_encoders import write_pooling
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.tiny_models import VOCAB, save
 
@@ -72,6 +75,30 @@ def test_vectors_are_those_of_transformers(llm: LLM, saved: tuple[Path, Any]) ->
     wanted = np.stack([expected(saved[1], ids, kind_of(llm)) for ids in texts()])
     assert np.abs(found - wanted).max() < 2e-5
     assert is_at_rest(llm.loaded.engine)
+
+
+def test_files_of_qwen3_embedding_name_its_prompts_and_what_ends_a_text(tmp_path: Path) -> None:
+    """Its tokenizer puts an end behind a text, whose state is the vector; queries have an instruction before them."""
+    model, end = save("qwen3", tmp_path), "<|endoftext|>"
+    tokens = [end, "[UNK]", *map(chr, range(32, 127))]
+    backend = Backend(models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A:0 {end}:0", pair=f"$A:0 {end}:0 $B:1 {end}:1", special_tokens=[(end, 0)]
+    )
+    backend.add_special_tokens([end])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": end}))
+    query = "Instruct: retrieve\nQuery:"
+    write_pooling(tmp_path, "last", prompts={"query": query, "document": ""}, default_prompt_name=None)
+    with LLM(str(tmp_path), max_num_seqs=4, num_blocks=64) as llm:
+        for name, text in (("query", query + "a fox"), ("document", "a fox"), (None, "a fox")):
+            (found,) = llm.embed("a fox", prompt_name=name, use_tqdm=False)
+            ids = [*backend.encode(text, add_special_tokens=False).ids, 0]
+            assert found.prompt_token_ids == ids
+            assert np.abs(found.outputs.data - expected(model, ids, "last")).max() < 2e-5
+        (cut,) = llm.embed("fox " * 2000, truncate=True, use_tqdm=False)
+        assert len(cut.prompt_token_ids) == llm.max_model_len and cut.prompt_token_ids[-1] == 0
 
 
 def test_vectors_do_not_depend_on_the_batch_or_the_order(llm: LLM) -> None:
