@@ -219,7 +219,7 @@ def test_a_file_in_use_is_kept(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"endpoint": "/v1/embeddings"},
+        {"endpoint": "/v1/models"},
         {"completion_window": "1h"},
         {"metadata": {"a": 1}},
         {"input_file_id": 3},

@@ -160,6 +160,13 @@ def test_a_sleepers_home_is_lent_once_its_weights_have_left_and_comes_back(
         serving.service._turn()
     assert not serving.trade.market.in_the_way(0), "its weights are there yet"
     serving.weights[0].may_leave.set()
+
+    def is_lent() -> bool:
+        if serving.answered():  # before the weights had left
+            serving.add(1, 12)
+        return bool(serving.trade.market.in_the_way(0))
+
+    serving.until(is_lent)
     serving.until(serving.answered)
     assert serving.trade.market.in_the_way(0) and serving.weights[0].levels == [level]
     serving.add(1, 12)
