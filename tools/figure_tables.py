@@ -444,6 +444,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "cpu-q4-0": lambda: cpu("peers_cpu_q4_0"),
     "cpu-xeon": lambda: cpu("peers_cpu_xeon"),
     "cpu-q4-0-xeon": lambda: cpu("peers_cpu_q4_0_xeon"),
+    "cpu-zen5": lambda: cpu("peers_cpu_zen5"),
+    "cpu-q4-0-zen5": lambda: cpu("peers_cpu_q4_0_zen5"),
     "cpu-short": cpu_short,
     "drafts": drafts,
     "drafts-h200": drafts_h200,
