@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client_server import ENDLESS, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.e2e.client_server import ENDLESS, KEY, MODEL, NARROW_KEY, ClientServer, client_server
 
 PROMPT = list(range(40, 60))
 PLAIN = {
@@ -31,8 +31,9 @@ class Stream:
     """Chunks of an answer as they come."""
 
     def __init__(self, server: ClientServer, path: str = "/v1/completions", **fields: Any) -> None:
+        key = fields.pop("key", KEY)
         own = {**PLAIN, "prompt": PROMPT, "max_tokens": 8} if path == "/v1/completions" else {}
-        self._answer = server.open("POST", path, {**own, "stream": True, **fields})
+        self._answer = server.open("POST", path, {**own, "stream": True, **fields}, key=key)
         assert self._answer.status == 200, self._answer.read()
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -313,6 +314,18 @@ def test_what_cannot_be_done_is_refused(server: ClientServer) -> None:
         assert post(server, f"{stream.id}/{path}")[0] == 404
     assert post(server, f"{stream.id}/extend", text="a")[0] == 404
     assert server.ask("GET", f"/v1/requests/{stream.id}/tree").status == 404
+    server.wait_until(server.is_idle)
+
+
+def test_branches_count_against_what_a_key_may_run_at_once(server: ClientServer) -> None:
+    stream = Stream(server, key=NARROW_KEY, on_stop="hold")
+    stream.until_held()
+    path = f"/v1/requests/{stream.id}"
+    refused = server.ask("POST", f"{path}/fork", {"n": 1, "max_tokens": 2}, key=NARROW_KEY)
+    assert (refused.status, refused.json["error"]["code"]) == (429, "concurrency_exceeded")
+    assert len(server.ask("GET", f"{path}/tree", key=NARROW_KEY).json["branches"]) == 1
+    assert server.ask("POST", f"{path}/prune", {}, key=NARROW_KEY).status == 200
+    stream.rest()
     server.wait_until(server.is_idle)
 
 
