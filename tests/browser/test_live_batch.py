@@ -36,6 +36,16 @@ def server(viewer: Viewer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         running.close()
 
 
+STOP_WHEN_RUNNING = """() => new Promise((done) => {
+    const look = () => {
+        if (paceline.stage.rows.size <= 4) return requestAnimationFrame(look);
+        document.getElementById("traffic-stop").click();
+        done();
+    };
+    look();
+})"""
+
+
 def send(view: View, message: str, count: int) -> None:
     view.page.locator("#traffic-text").fill(message)
     view.page.locator("#traffic-count").fill(str(count))
@@ -70,8 +80,8 @@ def test_stopping_the_traffic_aborts_it(server: ClientServer, viewer: Viewer) ->
     with viewer.view(server.url) as view:
         view.wait("stage.snapshot !== null")
         send(view, "Stop in time", AT_ONCE)
-        view.wait("stage.rows.size > 4")
-        view.page.locator("#traffic-stop").click()
+        # Pressed by the page itself: a fast machine ends all of it sooner than a driver finds the button.
+        view.page.evaluate(STOP_WHEN_RUNNING)
         view.page.wait_for_selector("#traffic-note:has-text('stopped')")
         view.wait("stage.rows.size === 0")
         server.wait_until(server.is_idle)
@@ -89,7 +99,7 @@ def test_a_page_opened_late_shows_what_happened(server: ClientServer, viewer: Vi
         view.wait_for_pixels("lanes", "decode")
         assert "Nobody else looks" in view.page.locator("#lane-list").inner_text()
         assert view.value("stage.disagreements") == 0
-        view.wait("paceline.charts.data[1][1].some((rate) => rate > 0)")
+        view.wait("paceline.charts.data?.[1]?.[1].some((rate) => rate > 0)")  # drawn with the first second
         view.shoot("opened-late")
 
 
@@ -103,8 +113,8 @@ def test_a_request_is_opened_by_link_and_by_keyboard(server: ClientServer, viewe
         page.locator("#traffic-answers a").nth(1).click()
         page.wait_for_selector("#drawer-state:has-text('ended')")
         number = view.value("paceline.drawer.request")
-        title = page.locator("#drawer-title").inner_text()
-        assert title.startswith(f"Request {number} · ") and "Open me" in title
+        page.wait_for_selector("#drawer-title:has-text('Open me')")
+        assert page.locator("#drawer-title").inner_text().startswith(f"Request {number} · ")
         page.keyboard.press("Escape")
         assert page.locator("#drawer").is_hidden() and "request" not in page.url
         page.locator("#lane-list button[tabindex='0']").focus()

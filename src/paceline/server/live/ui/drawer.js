@@ -33,7 +33,6 @@ export class Drawer {
     this.request = this.stage.past.shown = typeof wanted === "number" ? wanted : null;
     this.explained = null;
     this.place.hidden = false;
-    this.title.textContent = `Request ${this.request === null ? wanted : this.names.label(wanted)}`;
     this.state.textContent = "";
     this.story.replaceChildren(line("…"));
     this.falls.replaceChildren();
@@ -52,8 +51,6 @@ export class Drawer {
       this.request ??= explained.branches[0].number ?? null;
       this.stage.past.shown = this.request;
       if (isNew) this.onStory(this.request);
-      const words = this.names.known.get(this.request)?.words;
-      this.title.textContent = [`Request ${this.request ?? ""}`.trim(), explained.id, words && `“${words}”`].filter(Boolean).join(" · ");
       const ended = explained.branches.every((branch) => branch.state === "ended" || branch.state === "refused");
       this.state.textContent = explained.branches.map((branch) => branch.state).join(", ");
       this.story.replaceChildren(...explained.branches.flatMap((branch) => [...nameOf(branch, explained.branches.length), ...branch.sentences.map(line)]));
@@ -78,8 +75,18 @@ export class Drawer {
     return this.wanted === null || !times.length ? null : Math.min(...times);
   }
 
+  // Names come in messages of their own, perhaps later than the story.
+  entitle() {
+    const words = this.names.known.get(this.request)?.words;
+    const told = this.explained && [`Request ${this.request ?? ""}`.trim(), this.explained.id, words && `“${words}”`];
+    const title = told ? told.filter(Boolean).join(" · ") : `Request ${this.request === null ? this.wanted : this.names.label(this.request)}`;
+    if (this.title.textContent !== title) this.title.textContent = title;
+  }
+
   draw() {
-    if (this.wanted === null || !this.stage.snapshot) return;
+    if (this.wanted === null) return;
+    this.entitle();
+    if (!this.stage.snapshot) return;
     const now = this.stage.snapshot.time_s;
     const found = this.branches().flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
     if (!found.length) return;
