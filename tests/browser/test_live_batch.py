@@ -99,7 +99,7 @@ def test_a_page_opened_late_shows_what_happened(server: ClientServer, viewer: Vi
         view.wait_for_pixels("lanes", "decode")
         assert "Nobody else looks" in view.page.locator("#lane-list").inner_text()
         assert view.value("stage.disagreements") == 0
-        view.wait("paceline.charts.data?.[1]?.[1].some((rate) => rate > 0)")  # drawn with the first second
+        view.wait("paceline.charts.data[1][1].some((rate) => rate > 0)")
         view.shoot("opened-late")
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, ViewportSize
+from playwright.sync_api import Browser, Error, Page, ViewportSize
 
 from paceline.server.live.page_files import page_files
 
@@ -51,8 +51,17 @@ class View:
         page.on("request", lambda request: self._check(request.url, origin))
 
     def wait(self, condition: str) -> None:
-        """Until an expression about the page's own objects is true."""
-        self._until(condition, lambda: bool(self.value(condition)))
+        """Until an expression about the page's own objects is true. What it speaks of may not be there yet."""
+
+        def is_true() -> bool:
+            try:
+                return bool(self.value(condition))
+            except Error as error:
+                if "Cannot read properties of" not in error.message:
+                    raise
+                return False
+
+        self._until(condition, is_true)
 
     def value(self, expression: str) -> Any:
         given = f"const {{ stage }} = window.paceline; return {expression};"
