@@ -360,8 +360,8 @@ def test_a_full_disk_stops_a_batch_and_does_not_end_it(tmp_path: Path) -> None:
             return int(db.connection.execute("PRAGMA page_count").fetchone()[0])
 
         pages = await world.store.ask(num_pages)
+        await world.store.ask(limit_pages(pages + 40))  # room for the requests, not for their answers
         batch_id = await world.begin(*(request(f"r{i}", max_tokens=10) for i in range(100)))
-        await world.store.ask(limit_pages(pages + 40))
         await until(lambda: len(world.client.submitted) >= 10)
         await asyncio.sleep(0.05)
         stuck = await world.state(batch_id)
@@ -372,7 +372,7 @@ def test_a_full_disk_stops_a_batch_and_does_not_end_it(tmp_path: Path) -> None:
         assert len(await world.results(batch.output_file_id)) == 100
         assert len(world.client.submitted) == 100, "what was computed is kept until it can be written"
 
-    run(tmp_path, test, says("x" * 20, "y" * 20))
+    run(tmp_path, test, says("x" * 2000, "y" * 2000))
 
 
 def test_files_and_batches_are_their_tenants_own(tmp_path: Path) -> None:
