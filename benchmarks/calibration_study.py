@@ -16,7 +16,6 @@ takes every run log in the folder, also those of `paceline bench latency --run-l
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Benchmark, Found, Given, Server, at_once, environment, flag, row, served, table
+from benchmarks.harness import (
+    Benchmark,
+    Found,
+    Given,
+    Server,
+    at_once,
+    children,
+    environment,
+    flag,
+    row,
+    served,
+    table,
+)
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.bench.load.figures import send_workload
 from paceline.lab.report.run_record import RunRecord
@@ -35,12 +46,12 @@ from paceline.lab.sim.recorded import Deviation, RecordedRun, read_recorded, sim
 from paceline.lab.sim.recorded import compare as compare_runs
 from paceline.lab.sim.settings import Machine
 from paceline.lab.workload import Workload, load_workload
+from paceline.runner.machine_load import MachineLoad
 
 bench = Benchmark(__doc__)
 SATURATED = 20  # requests that are there from the start, to find what the server finishes per second
 COUNTED = 0.8  # of these: the last ones run in a batch that empties
-# Sizes that are measured at the start would differ from run to run on a machine that others use.
-OPTIONS = ("--disable-log-requests", "--max-num-batched-tokens", "32")
+OPTIONS = ("--disable-log-requests", "--no-enable-prefix-caching")
 # Lengths as `load_workload` has them, and how requests arrive.
 TRAFFIC = {
     "chats": ("uniform:20-120x16-80", "poisson"),
@@ -77,10 +88,12 @@ def record_one(name: str, given: Given) -> None:
     workload = load_workload(lengths, num_requests=count, seed=given.seed + 2, rate=rate, arrivals=arrivals)
     log = ("--run-log", str(given.folder / f"{name}.jsonl"), "--run-log-files", "0")
     with served((*OPTIONS, *log)) as server:
+        machine = MachineLoad(relatives=(server.pid, *children(server.pid)))
         client = summarize(send(server, workload, given.seed))
+        machine.refresh()
     observed = {
         **environment(),
-        "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
+        "cores_used_by_others": None if machine.others is None else round(machine.others, 3),
         "lengths": lengths,
         "arrivals": arrivals,
         "load": given.load,

@@ -53,6 +53,7 @@ from benchmarks.harness import (
     Found,
     Given,
     Server,
+    children,
     flag,
     in_turns,
     row,
@@ -309,34 +310,12 @@ def copy(given: Given) -> None:
 
 
 def write_folder(model: str | None, folder: Path) -> None:
-    """A Llama's numbers as float32 safetensors, with the config that goes with them and no tokenizer."""
-    from safetensors.numpy import save_file
-
+    """The model's numbers in a folder of float32 safetensors, without a tokenizer."""
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
+    from tests.torch.gguf_reference import transformers_model
 
-    checkpoint = open_checkpoint(resolve(model, None, None))
-    spec, names = checkpoint.spec, checkpoint.names()
-    save_file(
-        {name: np.array(checkpoint.tensor(name).to_float32()) for name in names}, folder / "model.safetensors"
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_positions,
-        "rope_theta": spec.ropes[0].theta,
-        "rms_norm_eps": spec.norm_eps,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "hidden_act": "silu",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    transformers_model(open_checkpoint(resolve(model, None, None))).save_pretrained(folder)
 
 
 def generated_per_s(folder: Path, quantization: str, clients: int) -> float:
@@ -415,17 +394,13 @@ def idle(given: Given) -> Found:
     with served([given.model] if given.model else []) as server:
         Client(server).complete(PROMPT, OUTPUT)
         time.sleep(SETTLE_S)
-        processes = [server.pid, *_children(server.pid)]
+        processes = [server.pid, *children(server.pid)]
         before_s = sum(map(_processor_s, processes))
         time.sleep(given.seconds)
         share = (sum(map(_processor_s, processes)) - before_s) / given.seconds
     table("processes", "seconds", "share of a core")
     row(len(processes), given.seconds, f"{share:.2%}")
     return {"processes": len(processes), "seconds": given.seconds, "share_of_a_core": round(share, 5)}
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _processor_s(pid: int) -> float:

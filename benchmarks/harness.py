@@ -294,6 +294,11 @@ def served_by(
         yield Server(port, process.pid)
 
 
+def children(pid: int) -> list[int]:
+    """What a process has started: of a server, the process of its engine."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def call(port: int, path: str, body: object = None, *, timeout_s: float = 600.0) -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST where there is a body; status 0: no answer."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)

@@ -3,7 +3,9 @@
 Text: prompts of English, continued greedily, in one batch here and one at a time there. Perplexity: a file cut into
 windows, through `prompt_logprobs`; in float32, with torch's quantised product and with the native kernels. What
 rounding costs: perplexity with keys and values as int8, and with the weights of layers rounded again, from the float32
-numbers of the file; fp8 and int8 round inputs too, each token by its largest number.
+numbers of the file; fp8 and int8 round inputs too, each token by its largest number. With --only noise, random numbers
+are added to the weights instead, of a share of their squares (the same numbers for all matrices of a size), to tell
+what an error of that size costs this model.
 
     python -m benchmarks.parity_smollm2 --text FILE [--model FILE.gguf] [--tokens 20000] [--prompts 50] [--only native]
 """
@@ -53,7 +55,8 @@ bench = Benchmark(__doc__)
     flag("--text", None, "file whose perplexity is measured", kind=Path, required=True),
     flag("--tokens", 20_000, "to predict"),
     flag("--prompts", len(PROMPTS), "to continue"),
-    flag("--only", None, "of what is measured", choices=("parity", "rounded", "native")),
+    flag("--only", None, "of what is measured", choices=("parity", "rounded", "noise", "native")),
+    flag("--roundings", None, "those of weights to measure, with commas; none: all, and KV", kind=str),
     flag("--threads", 1),
 )
 def parity(given: Given) -> Found:
@@ -81,6 +84,8 @@ def parity(given: Given) -> Found:
             results[f"{name} perplexity off by %"] = 100 * (math.exp(loss - their_loss) - 1)
     if given.only in (None, "rounded"):
         _note_rounded(results, checkpoint, given, windows)
+    if given.only == "noise":
+        _note_noise(results, checkpoint, windows)
     for key, value in results.items():
         print(f"{key:32} {value:.5g}" if isinstance(value, float) else f"{key:32} {value}")
     return results
@@ -115,10 +120,12 @@ def _note_rounded(results: Found, checkpoint: Checkpoint, given: Given, windows:
         loss = _note_loss(results, name, make_step, spec, windows)
         results[f"{name} perplexity up by %"] = 100 * (math.exp(loss - base) - 1)
 
-    note("int8 KV, torch", lambda config: TorchStep(decoder, config.kv, kv_dtype="int8"), exact)
-    for name, rounding in ROUNDINGS.items():
-        rounded = build_decoder(checkpoint, WINDOW + 2, RoundedStorage(rounding))
+    for name in ROUNDINGS if given.roundings is None else given.roundings.split(","):
+        rounded = build_decoder(checkpoint, WINDOW + 2, RoundedStorage(ROUNDINGS[name]))
         note(name, partial(lambda decoder, config: TorchStep(decoder, config.kv), rounded), exact)
+    if given.roundings is not None:
+        return
+    note("int8 KV, torch", lambda config: TorchStep(decoder, config.kv, kv_dtype="int8"), exact)
     if not objection(checkpoint, BLOCK_SIZE, kv_dtype="int8"):
         model, code = build_model(checkpoint, WINDOW + 2), host_code(print)
 
@@ -127,6 +134,26 @@ def _note_rounded(results: Found, checkpoint: Checkpoint, given: Given, windows:
 
         base = _note_loss(results, "native", partial(native, kv_dtype="float32"), spec, windows)
         note("int8 KV, native", partial(native, kv_dtype="int8"), base)
+
+
+def _note_noise(results: Found, checkpoint: Checkpoint, windows: Sequence[list[int]]) -> None:
+    """The error of each rounding of weights, and what random numbers of given errors cost."""
+    exact = 0.0
+    for percent in (0.0, *NOISES):
+        storage = RoundedStorage((_noise(percent / 100), None))
+        decoder = build_decoder(checkpoint, WINDOW + 2, storage)
+        make_step = partial(lambda decoder, config: TorchStep(decoder, config.kv), decoder)
+        loss = _note_loss(results, f"noise of {percent} %", make_step, checkpoint.spec, windows)
+        exact = loss if not percent else exact
+        results[f"noise of {percent} % perplexity up by %"] = 100 * (math.exp(loss - exact) - 1)
+    matrices = [name for name in checkpoint.names() if name.endswith("_proj.weight")]
+    for name, (rounding, _) in ROUNDINGS.items():
+        error = square = 0.0
+        for matrix in matrices[::7]:
+            weight = torch.from_numpy(checkpoint.tensor(matrix).to_float32())
+            error += float((rounding(weight) - weight).square().sum())
+            square += float(weight.square().sum())
+        results[f"{name}, error of weights, %"] = 100 * error / square
 
 
 def _note_loss(
@@ -154,7 +181,7 @@ def _eight_bits(dtype: torch.dtype) -> Rounding:
 
 
 def _four_bits(group: int) -> Rounding:
-    """Sixteen steps for each group of inputs, over 80 to 100 % of its range, whichever comes closest."""
+    """Sixteen steps for each group of inputs, over its range less up to a tenth at each end, as comes closest."""
 
     def rounded(values: Tensor) -> Tensor:
         return torch.cat([_closest(part) for part in torch.split(values, group, dim=1)], dim=1)
@@ -163,21 +190,45 @@ def _four_bits(group: int) -> Rounding:
 
 
 def _closest(values: Tensor) -> Tensor:
-    low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
-    middle, reach = (low + high) / 2, (high - low) / 2
-    found = []
-    for width in (1.0, 0.95, 0.9, 0.85, 0.8):
-        scale, offset = (reach * (2 * width / 15)).clamp_min(1e-10), middle - reach * width
-        found.append(((values - offset) / scale).round().clamp(0, 15) * scale + offset)
-    tried = torch.stack(found)
-    best = (tried - values).square().sum(dim=-1).argmin(dim=0)
-    return tried[best, torch.arange(len(values))]
+    whole = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
+    reach = whole[1] - whole[0]
+
+    def covering(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+        scale = ((high - low) / 15).clamp_min(1e-10)
+        found = ((values - low) / scale).round().clamp(0, 15) * scale + low
+        return (found - values).square().sum(dim=1, keepdim=True), found, low, high
+
+    best = covering(*whole)
+    for is_high in (True, False):
+        low, high = best[2:]
+        for cut in (0.025, 0.05, 0.075, 0.1):
+            tried = (
+                covering(low, whole[1] - cut * reach) if is_high else covering(whole[0] + cut * reach, high)
+            )
+            best = tuple(
+                torch.where(tried[0] < best[0], new, old) for new, old in zip(tried, best, strict=True)
+            )
+    return best[1]
+
+
+NOISES = (0.03, 0.07, 0.25, 0.6, 1.0)
+
+
+def _noise(share: float) -> Rounding:
+    """Normal numbers, with this share of the squares of the row they are added to."""
+
+    def moved(values: Tensor) -> Tensor:
+        draws = torch.Generator().manual_seed(values.numel())
+        size = values.square().mean(dim=1, keepdim=True).sqrt() * math.sqrt(share)
+        return values + torch.randn(values.shape, generator=draws) * size
+
+    return moved
 
 
 # By what `--quantization` and files make: how weights are rounded, and whether inputs are.
 ROUNDINGS: dict[str, tuple[Rounding, Rounding | None]] = {
     "fp8": (_eight_bits(torch.float8_e4m3fn), _eight_bits(torch.float8_e4m3fn)),
-    "fp8, inputs in 16 bits": (_eight_bits(torch.float8_e4m3fn), None),
+    "fp8 with inputs of 16 bits": (_eight_bits(torch.float8_e4m3fn), None),
     "int8": (_eight_bits(torch.int8), _eight_bits(torch.int8)),
     "int4 in 128s": (_four_bits(128), None),
     "int4 in 32s": (_four_bits(32), None),

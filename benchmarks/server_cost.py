@@ -71,7 +71,7 @@ from paceline.lab.bench.load.prompt_source import BodyForm, RandomSource
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.channel import Channel
-from paceline.process.model_service import Outbox
+from paceline.process.outbox import Outbox
 from paceline.process.streams import Stream
 from paceline.process.supervisor import Link
 from paceline.server.billing.ledger import Ledger

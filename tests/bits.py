@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, SchedulerConfig
 from paceline.config.speculative import DraftConfig
 from paceline.core.adapter import NO_ADAPTER
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.plan import DraftTally, StepPlan
 from paceline.core.request import RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -92,14 +92,28 @@ class Circumstances:
         )
 
 
-class Bits:
+class Between:
+    """Stands between a runner and what computes its steps; they draw no tokens and see no pictures."""
+
+    pictures = None
+
+    def __init__(self, compute: StepCompute) -> None:
+        self.spec, self.kv = compute.spec, compute.kv
+        self.work = compute.work
+        self._compute = compute
+
+    def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
+        return self._compute.forward(rows, batch, due)
+
+    def logits(self, tokens: Index) -> NDArray[np.float32]:
+        return self._compute.logits(tokens)
+
+
+class Bits(Between):
     """Keeps the logits of every token that is computed, under everything that came before the token."""
 
     def __init__(self, compute: StepCompute) -> None:
-        self.spec = compute.spec
-        self.kv = compute.kv
-        self.work = compute.work
-        self._compute = compute
+        super().__init__(compute)
         self.bits: dict[Prompt, bytes] = {}
         self.changed = 0  # tokens computed again with other bits
         self.identity_of: Callable[[int], str] = lambda number: ""  # of adapters
@@ -120,9 +134,6 @@ class Bits:
                 bits = numbers[start + offset].tobytes()
                 self.changed += self.bits.setdefault(key, bits) != bits
         return good
-
-    def logits(self, tokens: Index) -> NDArray[np.float32]:
-        return self._compute.logits(tokens)
 
 
 @dataclass(slots=True)

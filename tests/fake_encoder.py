@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.config.engine import EncoderWork
+from paceline.config.encoder import EncoderWork
 from paceline.core.plan import EncodeJoin, Encodes
 from paceline.core.stretch import MediaInput
 from paceline.scheduler.invariants import InvariantViolation

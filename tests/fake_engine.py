@@ -16,6 +16,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReas
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
+from paceline.core.stretch import PLAIN, PromptParts
 from paceline.errors import SleepRefused, UnknownAdapter
 from paceline.process.client import (
     EngineInfo,
@@ -114,6 +115,9 @@ class IdleClient:
     def unload_adapter(self, name: str) -> None:
         raise UnknownAdapter("this engine has no adapters")
 
+    def unpin(self, tenant: str, name: str) -> None:
+        pass
+
     async def rest(self, level: int, *, aborts: bool = False) -> Standing:
         raise SleepRefused("this engine never sleeps")
 
@@ -127,6 +131,7 @@ class IdleClient:
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
         adapter: int = 0,
+        parts: PromptParts = PLAIN,
     ) -> EngineStream:
         raise NotImplementedError
 

@@ -9,9 +9,8 @@ at the few rows of a test they are faster than arrays. Pictures: `tests.fake_enc
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from paceline.config.engine import EngineConfig
 from paceline.config.sized import Capacity
 from paceline.core.guide import Guide
+from paceline.core.parameters import PoolingParams
 from paceline.core.plan import (
     AT_LENGTH,
     DRAFT_KINDS,
@@ -35,36 +35,19 @@ from paceline.core.plan import (
     Swaps,
     i32,
 )
-from paceline.core.pooling import PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation
+from tests.fake_copies import copy_placed, end_jumps, starts_of
 from tests.fake_encoder import NO_ENCODER, POISON, FakeEncoder
+from tests.fake_faults import DeviceFault, Faults
 from tests.guides import PRIME, VOCAB, FakeGuide
-from tests.reference_output import MASK, stop_bound, unseen, vector_of
+from tests.reference_output import MASK, Placed, placed_values, stop_bound, unseen, vector_of
 
 _MASKED = (0, 0, RUNNING_ON)  # no token
 
 
 class KVCorruption(InvariantViolation):
     """A row saw KV that is not its own (S26), or two rows wrote one slot (S7)."""
-
-
-class DeviceFault(RuntimeError):
-    """An injected failure of a whole step."""
-
-
-@dataclass
-class Faults:
-    """What goes wrong on the device, drawn from a seeded source. All off by default."""
-
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    step_failure: float = 0.0
-    nan_row: float = 0.0
-    late_copies: int = 2  # a copy completes up to this many steps late
-    late_moves: int = 0  # one between host and disk, up to this many
-    copy_failure: float = 0.0
-    bad_encoding: float = 0.0  # chance of a group that one of its items has unusable numbers
-    right_drafts: float = 0.7  # chance of a draft to be the token that comes
 
 
 @dataclass
@@ -96,6 +79,8 @@ class _Row:
     ended: bool = False
     pooling: PoolingParams | None = None  # of a row that ends with a vector
     total: int = 0  # of the hashes that it has computed, for a vector of all tokens
+    # First tokens that this step places, and where they end.
+    jumps: dict[int, int] = field(default_factory=dict)
     media: tuple[tuple[int, int, int], ...] = ()  # where its items stand, and their numbers
     sampling: SamplingParams | None = None  # of a row that drops blocks
     num_prompt: int = 0
@@ -132,6 +117,9 @@ class FakeRunner:
         self.adapters: dict[int, int] | None = None
         self.encoder = FakeEncoder(config.scheduler.encoder or NO_ENCODER)
         self.hold, self.drop = self.encoder.hold, self.encoder.drop
+        # What is placed of a row's prompt, see `Placed`; a plan says it only where it is copied.
+        self.placed_of: Callable[[int], Placed] = lambda row: ()
+        self._placed: dict[tuple[int, int], Placed] = {}  # by row and generation
         self._clear(0)
 
     def _clear(self, seq: int) -> None:
@@ -155,14 +143,20 @@ class FakeRunner:
         self._clear(full.seq)
         if len(full.joins.row):
             self._kv = kept
+        self._note_placed(full)
         self._apply_rows(full)
 
     def submit(self, plan: StepPlan) -> _Pending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
         self._check_supplied(plan)
+        self._note_placed(plan)
         self._next_seq += 1
         self._queue.append(plan)
         return _Pending(self, plan.seq)
+
+    def _note_placed(self, plan: StepPlan) -> None:
+        for row, generation in zip(plan.joins.row.tolist(), plan.joins.generation.tolist(), strict=True):
+            self._placed[row, generation] = self.placed_of(row)
 
     def _check_supplied(self, plan: StepPlan) -> None:
         """G2: a device draws in order, so a step with guided rows has its guides before another is submitted."""
@@ -202,6 +196,8 @@ class FakeRunner:
                 self._kv[group][target] = self._kv[group][source].copy()
                 self._rows[row].tables[group][index] = target
                 self._rows[row].changed = True
+        if len(plan.placements.row):
+            copy_placed(plan.placements, self._rows, self._kv, self._size)
         if len(plan.swap_in.ticket):
             self._start_copies(plan.swap_in, incoming=True, seq=plan.seq)
         tickets, failed = self._finish_copies(plan.seq) if self._copies else ([], [])
@@ -242,6 +238,7 @@ class FakeRunner:
             assert len(tokens) == count, "a row joins with fewer tokens than it says"
             adapter = int(joins.adapter[at]) if len(joins.adapter) else 0
             value, hashes = self._adapter(row, adapter), []
+            jumps = placed_values(tokens, self._placed.pop((row, int(joins.generation[at])), ()), value)
             size, sampling, num_prompt = self._size, joins.sampling[at], int(joins.num_prompt[at])
             media = joins.media[at] if joins.media else ()
             seen = self.encoder.expected(media)
@@ -249,6 +246,7 @@ class FakeRunner:
                 salt = seen.get(position, 0)
                 salt += 0 if sampling.kv_keep is None else unseen(sampling, position, num_prompt, size)
                 value = (value * PRIME + token + 1 + salt) & MASK
+                value = jumps.get(position, value)
                 hashes.append(value)
             tables: list[list[int]] = [[] for _ in self._windows]
             self._rows[row] = _Row(
@@ -318,13 +316,15 @@ class FakeRunner:
         if len(plan.spans.row):
             spans = zip(plan.spans.row.tolist(), plan.spans.num_scheduled.tolist(), strict=True)
             work += [(number, rows[number], num) for number, num in spans]
+        starts = starts_of(plan, [(number, num) for number, _, num in work], rows)
         if self.check:
-            self._check_step(work)
+            self._check_step(work, starts)
         outcomes: list[int] = []  # row, generation, token, count and ending of each
         more: dict[int, list[int]] = {}  # tokens of rows whose first draft was right
         vectors: list[RowVector] = []
         for place, (number, row, num) in enumerate(work):
             outcomes += (number, row.generation)
+            row.computed = starts.get(place, row.computed)
             # An ended row is masked: it computes into the null block.
             if row.ended:
                 outcomes += _MASKED
@@ -343,6 +343,7 @@ class FakeRunner:
                     vectors.append(self._vector(number, row.pooling))
         for number in guides:
             rows[number].guide = None
+        end_jumps(plan.placements, rows)
         columns = np.array(outcomes, np.int32)
         drawn = columns[2::5, None]
         if plan.draft_width:
@@ -495,16 +496,16 @@ class FakeRunner:
 
     # -- the shadow ----------------------------------------------------------------------------------------
 
-    def _check_step(self, work: list[tuple[int, _Row, int]]) -> None:
+    def _check_step(self, work: list[tuple[int, _Row, int]], starts: Mapping[int, int]) -> None:
         """S26: all a row can see is what its own tokens say. S7: no slot is written twice in one step."""
         size = self._size
         written: set[int] = set()
         total = 0
-        for number, row, num in work:
+        for place, (number, row, num) in enumerate(work):
             if row.ended:
                 continue
             # Whole after a change of its tables and every eighth token, else what was written last.
-            start = row.computed
+            start = starts.get(place, row.computed)
             if row.sampling is not None:
                 self._check_sight(number, row, num)
                 start -= row.dropped
@@ -525,7 +526,7 @@ class FakeRunner:
                     raise KVCorruption("S7", f"row {number} writes position {start} into the null block")
                 written.add(block * size + slot)
             else:
-                self._note_span(number, row, num, written)
+                self._note_span(number, row, start, num, written)
         if len(written) < total:
             raise KVCorruption("S7", "a slot is written twice in one step")
 
@@ -536,9 +537,9 @@ class FakeRunner:
             if row.dropped != unseen(row.sampling, position, row.num_prompt, self._size):
                 raise KVCorruption("D2", f"row {number} computes token {position}, {row.dropped} dropped")
 
-    def _note_span(self, number: int, row: _Row, num: int, written: set[int]) -> None:
-        """The slots a row writes, block by block."""
-        size, start, table = self._size, row.computed - row.dropped, row.tables[0]
+    def _note_span(self, number: int, row: _Row, start: int, num: int, written: set[int]) -> None:
+        """The slots a row writes, block by block. `start`: the first, those left out that it has dropped."""
+        size, table = self._size, row.tables[0]
         end = start + num
         for first in range(start - start % size, end, size):  # of each block written
             index = first // size

@@ -44,7 +44,7 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    _backend().save(str(folder / "tokenizer.json"))
+    backend_of().save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     if template is not None:
         settings["chat_template"] = template
@@ -62,7 +62,7 @@ def write_encoder(folder: Path, *, labels: int = 0, **changes: Any) -> Path:
     named = {"id2label": {str(label): f"kind {label}" for label in range(labels)}} if labels else {}
     sizes = {"num_attention_heads": 4, "max_position_embeddings": ENCODER_CONTEXT, "hidden_act": "gelu"}
     write_model(folder, template=None, architectures=[kind], **sizes, **named, **changes)
-    backend = _backend(ENCODER_MARKS)
+    backend = backend_of(ENCODER_MARKS)
     pad, cls, sep = ENCODER_MARKS
     backend.post_processor = processors.TemplateProcessing(
         single=f"{cls}:0 $A:0 {sep}:0",
@@ -84,7 +84,7 @@ def write_weights(folder: Path) -> Path:
     return folder
 
 
-def _backend(controls: tuple[str, ...] = CONTROLS) -> Any:
+def backend_of(controls: tuple[str, ...] = CONTROLS) -> Any:
     # Byte-level spells a space and a newline as other letters.
     spelled = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
     vocabulary = {token: index for index, token in enumerate((*controls, *spelled))}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.pooling import CHOICE, MEAN, PoolingParams
+from paceline.core.parameters import CHOICE, MEAN, PoolingParams
+from paceline.core.request import Request
 from paceline.core.sampling import SamplingParams
-from paceline.core.stretch import MediaPart
+from paceline.core.stretch import MediaPart, StretchKind
 from tests.guides import PRIME, FakeGuide
 
 MASK = (1 << 64) - 1
@@ -32,6 +34,46 @@ def vectors_of(parts: Sequence[MediaPart]) -> dict[int, int]:
     }
 
 
+# Of each text: its first token, the first that is placed, and the end.
+Placed = Sequence[tuple[int, int, int]]
+
+
+def placed_of(request: Request) -> Placed:
+    """What of a request is placed."""
+    return [
+        (start, start + request.modules[item].recompute, end)
+        for start, end, kind, item in request.stretches
+        if kind is StretchKind.PLACED
+    ]
+
+
+class Stretches(NamedTuple):
+    """What is not plain text in a prompt."""
+
+    pictures: Mapping[int, int] = NONE  # by position, the vector that stands there
+    placed: Placed = ()  # what is copied from elsewhere
+
+
+NO_STRETCHES = Stretches()
+
+
+def turned(value: int, shift: int) -> int:
+    """What the KV of a module's token becomes in another place."""
+    return (value * PRIME + shift + 7) & MASK
+
+
+def placed_values(tokens: Sequence[int], placed: Placed, start: int = 0) -> dict[int, int]:
+    """By position, what placed tokens are: what they would be at the beginning of a prompt, turned."""
+    found = {}
+    for first, begin, end in placed:
+        value = start
+        for position in range(first, min(end, len(tokens))):
+            value = (value * PRIME + tokens[position] + 1) & MASK
+            if position >= begin:
+                found[position] = turned(value, first)
+    return found
+
+
 def reference_output(
     prompt: list[int],
     sampling: SamplingParams,
@@ -40,19 +82,23 @@ def reference_output(
     block_size: int = 1,
     before: int = 0,
     start: int = 0,
-    pictures: Mapping[int, int] = NONE,
+    stretches: Stretches = NO_STRETCHES,
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without any cache: the oracle of O1 and O5.
 
     With `at_most`, no more than that number of tokens of it. `seen`: tokens of its prompt that its guide has seen.
     `block_size` counts for a request that drops blocks, and so does how much of its prompt is output (`before`).
-    `start`: what its adapter stands for. `pictures`: by position, the vector that stands there.
+    `start`: what its adapter stands for. `stretches`: its pictures, and what is placed.
     """
+    if sampling.pin is not None and sampling.pin.computes:
+        return [], "stop"
     value, num_prompt = start, len(prompt) - before
+    jumps = placed_values(prompt, stretches.placed, start)
     for position, token in enumerate(prompt):
         salt = unseen(sampling, position, num_prompt, block_size) if before else 0
-        salt += pictures.get(position, 0)
+        salt += stretches.pictures.get(position, 0)
         value = (value * PRIME + token + 1 + salt) & MASK
+        value = jumps.get(position, value)
     seed, stop_below = (sampling.seed or 0) & MASK, stop_bound(sampling)
     output: list[int] = []
     limit = sampling.max_tokens if at_most is None else min(at_most, sampling.max_tokens)

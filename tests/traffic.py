@@ -29,7 +29,8 @@ from paceline.errors import EngineFailed, PacelineError
 from paceline.factory import build_engine
 from paceline.kv.prefix import KeyMaker
 from tests.fake_adapters import HeldReads, Memory, read
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 
 FULL = (GroupSpec(),)
 SLIDING = (GroupSpec(), GroupSpec(window=12, num_blocks=24))

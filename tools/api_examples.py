@@ -42,6 +42,7 @@ READ = (
 )
 CHANGED: dict[str, Json] = {"/v1/admin/dial": {"off": True}, "/v1/admin/policy": {"policy": "fcfs"}}
 LINE = {"custom_id": "first", "method": "POST", "url": CHAT}
+MANUAL = "Lamps are lit at dusk. Reserve lamps are tested on Mondays."
 BOUNDARY = "paceline-example"
 
 
@@ -72,7 +73,19 @@ class Recorder:
         found |= {f"GET {path}": {"response": self._json("GET", path)} for path in READ}
         for path, body in CHANGED.items():
             found[f"PUT {path}"] = {"request": body, "response": self._json("PUT", path, body)}
-        return found | self._requests() | self._trees() | self._batches() | self._sleep()
+        return found | self._contexts() | self._requests() | self._trees() | self._batches() | self._sleep()
+
+    def _contexts(self) -> dict[str, dict[str, Json]]:
+        """A context that is made, looked at and deleted."""
+        path, given = "/v1/contexts", {"name": "lamps", "text": MANUAL, "ttl_s": 600, "pin": False}
+        made = self._json("POST", path, given)
+        at = f"{path}/{made['id']}"
+        return {
+            f"POST {path}": {"request": given, "response": made},
+            f"GET {path}": {"response": self._json("GET", path)},
+            f"GET {path}/{{id}}": {"response": self._json("GET", at)},
+            f"DELETE {path}/{{id}}": {"response": self._json("DELETE", at)},
+        }
 
     def _sleep(self) -> dict[str, dict[str, Json]]:
         """The model is put to sleep and woken, under both names."""

@@ -196,15 +196,14 @@ def drafts() -> list[str]:
 
 def drafts_h200() -> list[str]:
     """Speed with drafts over speed without, by rows, shape and share of drafts that are right."""
-    runs = result("drafts_h200")["runs"]
-    heads = [
-        f"{SHORT[run['model']].upper()}, {run['engine']['speculative_config']['acceptance']:g}"
-        for run in runs
-    ]
-    by_rows = [{found["clients"]: found["ratio"] for found in run["results"]} for run in runs]
-    lines = [_row(["rows", *heads]), _rule(1 + len(runs))]
-    for rows in by_rows[0]:
-        cells = [f"{found[rows]:.2f}" if rows in found else "" for found in by_rows]
+    columns: dict[str, dict[int, float]] = {}
+    for run in result("drafts_h200")["runs"]:
+        acceptance = run["engine"]["speculative_config"]["acceptance"]
+        column = columns.setdefault(f"{SHORT[run['model']].upper()}, {acceptance:g}", {})
+        column |= {found["clients"]: found["ratio"] for found in run["results"]}
+    lines = [_row(["rows", *columns]), _rule(1 + len(columns))]
+    for rows in next(iter(columns.values())):
+        cells = [f"{column[rows]:.2f}" if rows in column else "" for column in columns.values()]
         lines.append(_row([f"{rows:,}", *cells]))
     return lines
 
@@ -219,6 +218,22 @@ def drafts_simulated() -> list[str]:
         own = [row for row in rows if row["requests/s"] == rate]
         cells = [f"{row[name]:.3f}" for row in own for name in ("throughput", "mean ITL")]
         lines.append(_row([f"{rate:g}", f"{own[0]['ITL without drafts, ms']:.1f}", *cells]))
+    return lines
+
+
+def long_prompts() -> list[str]:
+    """What a long prompt and the requests beside it see."""
+    names = (
+        "TTFT of the long one, s",
+        "ITL p50, ms",
+        "ITL p99, ms",
+        "short TTFT p50, ms",
+        "short TTFT p99, ms",
+    )
+    lines = [_row(["long prompt", "steps", *names]), _rule(2 + len(names))]
+    for row in result("long_prompts")["rows"]:
+        cells = ["" if row[name] is None else f"{row[name]:.1f}" for name in names]
+        lines.append(_row([row["case"], row["steps"], *cells]))
     return lines
 
 
@@ -451,6 +466,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "drafts-h200": drafts_h200,
     "drafts-simulated": drafts_simulated,
     "eviction": eviction,
+    "long-prompts": long_prompts,
     "step-cost": step_cost,
     "startup": startup,
     "policies": policies,

@@ -25,6 +25,7 @@ from paceline.runner.gpu.kernels.decode_attention import (
 from paceline.runner.gpu.kernels.gated_product import gated_activation, gated_product, is_worth_gating
 from paceline.runner.gpu.kernels.gumbel_sampling import SamplingColumns, allocate_candidates, sample
 from paceline.runner.gpu.kernels.packed_product import packed_product, packed_tuning
+from paceline.runner.gpu.kernels.place_kv import place_kv
 from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
     Spans,
@@ -190,8 +191,9 @@ def prefill_case(
     context: int = 0,
     spans: int = 1,
     kv_dtype: torch.dtype = BF16,
+    tuning: PrefillTuning = PrefillTuning(),  # noqa: B008 - frozen
 ) -> Case:
-    kv_heads, head_dim, tuning = 8, 128, PrefillTuning()
+    kv_heads, head_dim = 8, 128
     heads, length = kv_heads * group, context + tokens
     needed = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
     blocks = torch.randperm(needed * spans, device="cuda").to(torch.int32)
@@ -209,6 +211,8 @@ def prefill_case(
     calls = [lambda: prefill_attention(out, log_sum, query, kv, plan, scale=0.088, tuning=tuning)] * 4
     pairs = spans * (tokens * context + tokens * (tokens + 1) / 2)
     shape = f"{spans} x {tokens} tokens after {context}, {heads}/{kv_heads} heads{_narrow(kv_dtype)}"
+    if tuning != PrefillTuning():
+        shape += f", {tuning.query_rows} rows, {tuning.num_warps} warps, {tuning.num_stages} stages"
     return Case(kernel="prefill attention", shape=shape, calls=calls, flops=4 * heads * head_dim * pairs)
 
 
@@ -265,6 +269,24 @@ def small_cases(tokens: int, *, width: int, heads: int, inner: int) -> list[Case
             num_bytes=tokens * inner * 6,
         ),
     ]
+
+
+def place_case(tokens: int, *, layers: int = 32) -> Case:
+    """Documents of 1,000 tokens into a prompt of an 8B model, one call for each layer."""
+    kv_heads, head_dim = 8, 128
+    blocks = 2 * (tokens // BLOCK_SIZE + 1)
+    pools = [[normal(blocks, kv_heads, BLOCK_SIZE, head_dim) for _ in range(2)] for _ in range(layers)]
+    sources = torch.arange(tokens, device="cuda")
+    targets = blocks // 2 * BLOCK_SIZE + sources
+    turns = (sources // 1000).to(torch.int32)
+    rotation = torch.rand(tokens // 1000 + 1, head_dim, device="cuda")
+    calls = [partial(place_kv, keys, values, sources, targets, turns, rotation) for keys, values in pools]
+    return Case(
+        kernel="place kv",
+        shape=f"{tokens} tokens, {kv_heads} heads, one layer",
+        calls=calls,
+        num_bytes=tokens * kv_heads * head_dim * 8,
+    )
 
 
 def sampling_columns(rows: int, temperature: float) -> SamplingColumns:

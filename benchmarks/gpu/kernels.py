@@ -15,9 +15,11 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.card import graph_microseconds, matrix_ceiling, measure_card, read_ceiling
+from benchmarks.gpu.encoder_cases import encoder_cases
 from benchmarks.gpu.step import LARGE, SMALL, step_milliseconds
 from benchmarks.harness import Benchmark, Found, Given, flag, row, rows_of, table
 from paceline.runner.gpu.kernels.decode_attention import DecodeTuning
+from paceline.runner.gpu.kernels.prefill_attention import PrefillTuning
 from paceline.runner.gpu.kernels.shared_attention import SharedTuning
 
 bench = Benchmark(__doc__)
@@ -30,6 +32,18 @@ FP8_TILES = (
     (64, 2, 4, 3),
     (64, 4, 3, 4),
     (64, 4, 4, 3),
+)
+
+# Queries of a tile, warps, stages.
+PREFILL_TILES = (
+    (64, 4, 3),
+    (64, 4, 2),
+    (64, 4, 4),
+    (64, 8, 3),
+    (128, 8, 2),
+    (128, 8, 3),
+    (128, 8, 4),
+    (128, 4, 3),
 )
 
 
@@ -79,6 +93,21 @@ def shared_cases() -> Iterator[cases.Case]:
                 yield cases.shared_case(trees, branches, length, group=group, tuning=tuning)
 
 
+def narrow_prefill_cases() -> Iterator[cases.Case]:
+    """Prompts over keys and values of eight bits, which each tile of queries turns into 16: larger tiles do that less
+    often. Of four queries to a key, one span alone and four at once."""
+    for tuning in PREFILL_TILES:
+        for tokens, context, spans in ((3500, 0, 1), (1024, 2476, 1), (1024, 0, 4)):
+            yield cases.prefill_case(
+                tokens,
+                group=4,
+                context=context,
+                spans=spans,
+                kv_dtype=torch.float8_e4m3fn,
+                tuning=PrefillTuning(query_rows=tuning[0], num_warps=tuning[1], num_stages=tuning[2]),
+            )
+
+
 def fp8_cases() -> Iterator[cases.Case]:
     """Keys and values of eight bits: at what 16 bits are timed at, and with other tiles than theirs."""
     fp8 = torch.float8_e4m3fn
@@ -99,6 +128,7 @@ def small_cases() -> Iterator[cases.Case]:
     for tokens in (1, 256, 2048):
         yield from cases.small_cases(tokens, width=1024, heads=16, inner=3072)
     yield from cases.small_cases(2048, width=4096, heads=32, inner=14_336)
+    yield cases.place_case(8000)
 
 
 def sampling_cases() -> Iterator[cases.Case]:
@@ -135,11 +165,13 @@ FAMILIES = {
     "prefill": prefill_cases,
     "shared": shared_cases,
     "fp8": fp8_cases,
+    "fp8-prefill": narrow_prefill_cases,
     "small": small_cases,
     "sampling": sampling_cases,
     "products": product_cases,
     "gated": gated_cases,
     "quantised": quantized_cases,
+    "encoders": encoder_cases,
 }
 
 

@@ -58,6 +58,7 @@ def shared(shape: Shape) -> None:
 def elementwise(shape: Shape) -> None:
     for has_norm in (False, True):
         kernel_cases.check_rope_kv_write(shape, 9, rotary_dim=32, has_norm=has_norm)
+    kernel_cases.check_place_kv(shape, 37, rotary_dim=32)
     for parts in (0, 1, 3):
         kernel_small_cases.check_residual_norm(shape, 3, 100, parts=parts)
     kernel_small_cases.check_gated_activation(shape, 3, 1100, "silu")

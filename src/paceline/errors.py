@@ -51,6 +51,30 @@ class UnknownAdapter(InvalidRequest):
     code = "model_not_found"
 
 
+class UnsupportedModality(InvalidRequest):
+    """Pictures, sound or files for a model that does not take them."""
+
+    code = "unsupported_modality"
+
+
+class InvalidImage(InvalidRequest):
+    """A picture that cannot be decoded, is not what it says it is, or is too large."""
+
+    code = "invalid_image"
+
+
+class MediaNotAllowed(InvalidRequest):
+    """A link to a picture that is not fetched; no connection was made to it."""
+
+    code = "media_not_allowed"
+
+
+class MediaFetchFailed(InvalidRequest):
+    """A link to a picture whose host did not answer with one in time."""
+
+    code = "media_fetch_failed"
+
+
 class QueueFull(PacelineError):
     """The bounded queue has no place left; one is thought to come free after `retry_after_s`, if that is known."""
 
@@ -66,6 +90,12 @@ class TreeFull(QueueFull):
     """A tree has as many branches or tokens as it may have; nothing was forked."""
 
     code = "tree_limit_exceeded"
+
+
+class PinsFull(QueueFull):
+    """A key, or all keys together, have as much pinned as may be; nothing was pinned."""
+
+    code = "pin_limit_exceeded"
 
 
 class DeadlineImpossible(InvalidRequest):

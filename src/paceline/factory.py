@@ -29,7 +29,6 @@ from paceline.config.sized import (
     weighs_preemption,
     with_costs,
     with_drafts,
-    with_pools,
 )
 from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
@@ -51,7 +50,15 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
-from paceline.runner.cpu_backend import CPUBackend, check_encoder, encoder_backend
+from paceline.runner.cpu_backend import (
+    CPUBackend,
+    about_native,
+    check_encoder,
+    encoder_backend,
+    native_eyes,
+    native_notices,
+    torch_eyes,
+)
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
 from paceline.scheduler.encodings import Encodings
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
@@ -156,7 +163,7 @@ def build_engine(
     engine.guides = Guides(scheduler, guide_maker)
     engine.adapters = make_adapters(scheduler)
     if isinstance(hooks, PrefixKeyHooks):
-        hooks.identity_of = engine.adapters.identity_of
+        hooks.identity_of, engine.modules.keys_of = engine.adapters.identity_of, hooks.module_keys
         if config.scheduler.encoder is not None:
             engine.media = Media(scheduler, cast(MediaRunner, runner), hooks.media_key)
     return engine
@@ -207,8 +214,7 @@ class LoadedModel:
 LoadProgress = Callable[[str, int, int], None]
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
+def _silent(stage: str, done: int, total: int) -> None: ...
 
 
 def load_model(
@@ -252,7 +258,7 @@ def load_model(
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     is_encoder, pulse = check_encoder(checkpoint.spec, model, given, drafts), Pulse()
-    on_gpu = not is_encoder and choose_device(model) == "cuda"
+    on_gpu = not is_encoder and choose_device(model, checkpoint.spec) == "cuda"
     free = FreeCores(load, most=cores_allowed())
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
@@ -320,7 +326,7 @@ def _on_cpu(
     backend = load()
     sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
-    config = with_pools(config, backend.pools, only=checkpoint.spec.encoder is not None)
+    config = backend.complete(config, model, checkpoint.spec)
     if drafts is not None:
         if drafts.method == ORACLE:
             raise ConfigError("--speculative-config oracle is for measurements on a GPU")
@@ -403,10 +409,9 @@ def _native_backend(
         if made:
             raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
         return ""
-    from paceline.runner.native.arena import AS_STORED
     from paceline.runner.native.code import KernelsUnavailable, host_code
     from paceline.runner.native.model import build_model, expected_seconds, objection
-    from paceline.runner.native.step import NativeStep
+    from paceline.runner.native.step import NativeStep, token_seconds
 
     block_size = int(given.get("block_size", 16))
     reason = objection(checkpoint, block_size, model.quantization, model.cpu_kv_dtype)
@@ -426,27 +431,20 @@ def _native_backend(
     )
     pulse, free = life
     threads = min(model.cpu_threads or free.most, free.most)
-    notices = []
-    rounded = [name for name in checkpoint.quantized if name not in AS_STORED]
-    if rounded and model.quantization != "none":
-        notices.append(f"weights of {', '.join(rounded)} are computed as 8 bits with a scale for 32 inputs")
-    if model.cpu_threads and model.cpu_threads > threads:
-        notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
+    eyes = native_eyes(model, checkpoint, code, threads, life, on_progress)
 
     def make_step(config: EngineConfig) -> NativeStep:
-        return NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
+        step = NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
+        step.see(eyes.make(config))
+        return step
 
     return CPUBackend(
         make_step=make_step,
         measure=lambda: expected_seconds(loaded, threads),
-        notices=tuple(notices),
-        about={
-            "name": "native",
-            "isa": code.isa.name,
-            "kernels": code.isa.title,
-            "key": code.key,
-            "threads": threads,
-        },
+        measure_pictures=eyes.measure,
+        measure_token=lambda config: token_seconds(make_step(config), config),
+        notices=(*eyes.notices, *native_notices(model, checkpoint, threads)),
+        about=about_native(code, threads),
     )
 
 
@@ -476,14 +474,19 @@ def _torch_backend(
     net = None if guesser is None else build_guesser(model, guesser, decoder)
     on_progress("measuring steps", 0, 0)
     workers = Workers(free)
+    eyes = torch_eyes(checkpoint, free, workers)
 
     def measure() -> tuple[float, float]:
         with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
             return measure_step(decoder, is_busy=free.load.is_busy)
 
+    def make_step(config: EngineConfig) -> TorchStep:
+        return TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype, eyes.make(config))
+
     return CPUBackend(
-        make_step=lambda config: TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype),
+        make_step=make_step,
         measure=measure,
+        measure_pictures=eyes.measure,
         notices=(*notices, *([notice] if notice else [])),
         about={"name": "torch", "version": version("torch"), "threads": free.most},
         further=() if net is None else net.layers,
@@ -505,9 +508,9 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
-    from paceline.runner.gpu import build
+    from paceline.runner.gpu import build, encoder_runner
     from paceline.runner.gpu.adapters import AdapterRoom
-    from paceline.runner.gpu.device_draft_model import further_layers
+    from paceline.runner.gpu.drafts.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
     from paceline.runner.gpu.runner import GPURunner
     from paceline.runner.gpu.slab_memory import GPUSleeper, OwnHome, SlabHome
@@ -518,6 +521,9 @@ def _on_gpu(
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)
     device, spec = torch.device("cuda", torch.cuda.current_device()), checkpoint.spec
+    if spec.encoder is not None:
+        sized, asleep, name, dtype = encoder_runner.open_encoder(model, given, checkpoint)
+        return Built(sized, asleep.open(), _gpu_hardware(model, name, dtype, dtype, 0), (), CPUWork, asleep)
     opened = open_guesser(drafts, spec, model) if drafts is not None and drafts.model else None
     dtype = build.choose_dtype(model, checkpoint)
     kv_dtype = build.choose_kv_dtype(model, dtype)
@@ -535,7 +541,7 @@ def _on_gpu(
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, guesser, room, shared)
     if room is not None:
         room = replace(room, memory=home.beside(room.pool_bytes(spec, dtype)))
-    config = engine_config(checkpoint.spec.group_windows, sizes)
+    config = engine_config(spec.group_windows, sizes)
     per_block = device_block_bytes(spec, kv_dtype, further_layers(guesser))
     name = torch.cuda.get_device_name(device)
     scales = sorted(checkpoint.kv_scales.items())

@@ -26,7 +26,8 @@ class RequestView:
 
     now_s: float
     row: NDArray[np.int64]
-    order: NDArray[np.int64]  # position in the order of arrival, unique
+    # Position in the order of arrival; unique, but a request that computes a context for another has that of the other.
+    order: NDArray[np.int64]
     arrival_s: NDArray[np.float64]
     priority: NDArray[np.int64]
     tenant: NDArray[np.int64]

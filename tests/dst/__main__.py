@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.dst.world import attempt
+from tests.dst.runs import attempt
 
 REQUIRED = (
     "preempt",
@@ -40,6 +40,7 @@ REQUIRED = (
     "items encoded",
     "picture found encoded",
 )
+RARE = {"vector after a preemption": 2}  # wanted less often than the others, by this factor
 
 
 def main() -> int:
@@ -93,7 +94,7 @@ def report(total: Counter[str], seconds: float, arguments: argparse.Namespace) -
         f"{by_cpu:,.0f} checked steps per second of CPU time, {by_clock:,.0f} per second and job by the clock"
     )
     print(f"{wide:.0%} of the steps have 8 or more rows")
-    missing = [name for name in REQUIRED if total[name] < arguments.require]
+    missing = [name for name in REQUIRED if total[name] * RARE.get(name, 1) < arguments.require]
     if arguments.require and wide < 0.15:
         missing.append("steps with 8 or more rows")
     if missing:

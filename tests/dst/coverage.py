@@ -40,6 +40,8 @@ class Coverage:
         if plan.encodes.count:
             counts["steps that encode"] += 1
             counts["items encoded"] += len(plan.encodes.joins)
+        counts["runs placed"] += len(plan.placements.row)
+        counts["tokens placed"] += plan.work.placed_tokens
         counts["store"] += len(plan.store.disk)
         counts["drop"] += len(plan.drops.row)
         counts["fetch"] += len(plan.fetch.disk)
@@ -51,6 +53,8 @@ class Coverage:
                 counts["resume"] += 1
             elif decision.kind is DecisionKind.DIAL:
                 counts[f"dial: {decision.reason.value}"] += 1
+            elif decision.kind is DecisionKind.DEFER and decision.reason.startswith("module"):
+                counts[f"defer: {decision.reason.value}"] += 1
             elif decision.kind is DecisionKind.ENCODE:
                 counts[f"picture {decision.reason.value}"] += 1
             elif decision.reason.startswith("pages:"):

@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from paceline.config.engine import EncoderWork, EngineConfig
+from paceline.config.encoder import EncoderWork
+from paceline.config.engine import EngineConfig
 from paceline.core.request import Request
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.scheduler.invariants import InvariantViolation
@@ -32,6 +33,8 @@ def draw_encoder(seed: int, config: EngineConfig, allowed: bool) -> EngineConfig
         max_units=rng.choice((1, 12, 40)),
         token_positions=rng.choice((0.3, 1.0, 8.0, 50.0)),
         product_share=rng.choice((0.0, 0.1)),
+        keys_share=random.Random(seed + 36).choice((1.0, 0.4)),
+        least=random.Random(seed + 37).choice(("position", "position", "layer", "line")),
     )
     return replace(config, scheduler=replace(config.scheduler, encoder=work))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.config.engine import EngineConfig
 from paceline.core.events import Finished
-from paceline.core.pooling import CHOICE, LAST, MEAN, PoolingParams
+from paceline.core.parameters import CHOICE, LAST, MEAN, PoolingParams
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
 from paceline.scheduler.invariants import InvariantViolation

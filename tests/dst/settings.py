@@ -19,7 +19,7 @@ from paceline.config.speculative import DraftConfig
 
 # Steps of a world take 0.5, 2 or 10 ms: sizes go up and down all the time.
 LEARNED = LearnedSteps(
-    fixed_s=2e-4, token_s=1e-4, beside_s=2e-3, alone_s=4e-3, least=4, most=96, most_alone=128
+    fixed_s=2e-4, token_s=1e-4, beside_s=2e-3, alone_s=4e-3, least=4, most=96, most_alone=128, product_s=2e-6
 )
 
 

@@ -53,7 +53,7 @@ class SlabMoves:
         if absent and self._rng.random() < 0.5:
             engine.move_slab(self._rng.choice(absent), gained=True)
             self._counts["slab gained"] += 1
-        elif self._rng.random() < 0.12:
+        elif self._rng.random() < 0.16:
             # The runner is the same: what is on a level below the device may stay or be forgotten.
             engine.sleep(levels_lost=DEVICE_LOST + int(ALL_LOST * self._rng.random()))
             for slab in have:

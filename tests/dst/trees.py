@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.core.request import Request, TreeLimits
+from paceline.core.request import OWN_REQUESTS, Request, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidTransition
 from paceline.scheduler.invariants import InvariantViolation
@@ -59,6 +59,7 @@ class TreeMoves:
     def _pick(self) -> Request | None:
         """A live request; a held one if there is any, more often than not."""
         requests = self._world.engine.scheduler.state.requests
+        requests = {number: request for number, request in requests.items() if number < OWN_REQUESTS}
         held = [number for number, request in requests.items() if request.held is not None]
         among = held if held and self._rng.random() < 0.6 else list(requests)
         return requests[self._rng.choice(among)] if among else None
@@ -89,7 +90,7 @@ class TreeMoves:
         world.coverage.counts["fork at an earlier token"] += at < len(tokens) - request.num_prompt
         for rid in ids:
             world.expect(rid, begun + append, parent.tenant)
-            world.clients[rid].pictures = parent.pictures
+            world.clients[rid].pictures, world.clients[rid].placed = parent.pictures, parent.placed
             world.clients[rid].seen = len(begun) + len(append) - start
 
     def _more(self, client: Expectation, seen: int) -> list[int]:

@@ -20,7 +20,9 @@ from paceline.scheduler.invariants import InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import Verdict
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
+from tests.reference_output import Placed
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Expectation:
     start: int = 0  # what its adapter stands for
     # By position of its prompt, the vector that stands there.
     pictures: dict[int, int] = field(default_factory=dict)
+    placed: Placed = ()  # what of its prompt is copied from modules
 
     def continues(self, injected: list[int], request: Request) -> None:
         """Tokens were put behind its own: from there on it is like a request with all of them as its prompt."""
@@ -151,7 +154,7 @@ class WatchedRunner(FakeRunner):
         if not self._distrusted or self.scheduler is None:
             return
         for group, block, key in self._distrusted:
-            if self.scheduler.state.kv.groups[group].cache.entries().get(block) is key:
+            if self.scheduler.state.kv.groups[group].cache.key_of(block) is key:
                 raise InvariantViolation("S16", f"block {block} of a row with unusable numbers is cached")
         self._distrusted.clear()
 
@@ -163,8 +166,8 @@ class WatchedRunner(FakeRunner):
         for group in state.kv.groups:
             start = max(int(group.computed_from[row]), int(group.first[row]))
             for block in group.table[row, start : int(group.held[row])].tolist():
-                if block in group.cache.entries() and group.pool.refs[block] == 1:
-                    self._distrusted.append((group.index, block, group.cache.entries()[block]))
+                if group.pool.cached[block] and group.pool.refs[block] == 1:
+                    self._distrusted.append((group.index, block, group.cache.key_of(block)))
 
 
 class BatchWatch:
@@ -201,6 +204,8 @@ def check_idle(state: SchedulerState, clients: Mapping[int, Expectation]) -> Non
     encodings = state.encodings
     if encodings.pool.num_free != encodings.pool.usable or encodings.rows or encodings.unfinished:
         raise InvariantViolation("L4", "pages of vectors are lost")
+    if state.kv.sources.rows or state.modules.rows or state.modules.computing or state.modules.orders:
+        raise InvariantViolation("L4", "something of a module is left behind")
     if any(leftovers) or any(held) or state.adapters.rows or state.adapters.users:
         raise InvariantViolation("L4", "something of a request is left behind")
     if any(part.num_free != part.num_places for level in state.kv.levels[1:] for part in level):

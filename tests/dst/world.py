@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +12,16 @@ from itertools import accumulate
 from paceline.config.engine import EngineConfig
 from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, Held, StepEvents
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.recorder import StepRecorder
-from paceline.core.request import BlockReason, FinishReason, Request, RequestId, RequestState
+from paceline.core.request import (
+    OWN_REQUESTS,
+    BlockReason,
+    FinishReason,
+    Request,
+    RequestId,
+    RequestState,
+)
 from paceline.core.sampling import SamplingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidTransition
@@ -26,11 +30,13 @@ from paceline.kv.prefix import KeyMaker
 from paceline.scheduler.invariants import InvariantChecker, InvariantViolation
 from paceline.scheduler.scheduler import Scheduler
 from tests.dst.adapters import AdapterMoves, draw_adapters
+from tests.dst.contexts import Contexts, has_contexts
 from tests.dst.coverage import Coverage
 from tests.dst.dials import Changes, draw_steering
 from tests.dst.injected import CollidingKeyMaker, CursedHooks, Shortage
 from tests.dst.media import Media, draw_encoder
 from tests.dst.objectives import REFUSALS, Objectives
+from tests.dst.pins import Pins, draw_pins, has_pins
 from tests.dst.pooled import Pooled, draw_pools
 from tests.dst.settings import (
     draw_config,
@@ -44,9 +50,9 @@ from tests.dst.settings import (
 from tests.dst.slabs import SlabMoves, draw_slabs
 from tests.dst.trees import TreeMoves, has_trees
 from tests.dst.watch import AdmissionWatch, BatchWatch, Expectation, WatchedRunner, check_idle
-from tests.fakes import DeviceFault, Faults
+from tests.fake_faults import DeviceFault, Faults
 from tests.guides import VOCAB, FakeGuide, FakeGuideMaker
-from tests.reference_output import reference_output
+from tests.reference_output import Stretches, placed_of, reference_output
 
 STEP_TIMES_S = (0.001, 0.002, 0.01)
 ROWS_AT_ONCE = 1280  # of all half-steps looked at together: few enough to stay in the processor's cache
@@ -70,8 +76,9 @@ class World:
         trees: bool = True,
         drops: bool = True,
         media: bool = True,
+        contexts: bool = True,
     ) -> None:
-        """`drafts`, `trees`, `drops`, `media`: False: there are none, whatever the seed says."""
+        """`drafts`, `trees`, `drops`, `media`, `contexts`: False: there are none, whatever the seed says."""
         self.guide_rng, self.keep_rng = random.Random(seed + 13), random.Random(seed + 17)
         self.rng = rng = random.Random(seed)
         self.config = draw_steering(seed, draw_pace(random.Random(seed + 2), draw_config(rng)))
@@ -80,26 +87,19 @@ class World:
         level_rng = random.Random(seed + 19)
         self.config = draw_adapters(seed, draw_levels(level_rng, self.config))
         self.config = draw_encoder(seed, draw_slabs(seed, draw_pools(seed, self.config)), media)
+        self.config = draw_pins(seed, self.config)
         self.drops_kv = drops and self.keep_rng.random() < 0.25 and _can_drop(self.config)  # some requests do
         self.traffic = traffic = more_prefixes(self.config, draw_traffic(rng, self.config))
         self.trouble = draw_trouble(rng)
         self.clock = ManualClock()
-        told = not self.drops_kv and not (trees and has_trees(seed))
+        told = not self.drops_kv and not (trees and has_trees(seed)) and not has_pins(seed)
+        told &= not (contexts and has_contexts(seed))
         self.coverage = Coverage(self.config, self.trouble, make_recorder, told=told)
         key = seed.to_bytes(32, "little", signed=True)
         maker = (CollidingKeyMaker if self.trouble.same_keys else KeyMaker)(self.config.kv.block_size, key)
         self.hooks = CursedHooks(maker)
         self.shortage = Shortage(rng, self.trouble.alloc_failure)
-        faults = Faults(
-            rng=random.Random(seed + 1),
-            step_failure=self.trouble.step_failure,
-            nan_row=self.trouble.nan_row,
-            late_copies=self.trouble.late_copies,
-        )
-        if self.config.kv.cache_on_host:
-            faults.late_moves = level_rng.choice((0, 3, 8))
-            faults.copy_failure = level_rng.choice((0.0, 0.02, 0.1))
-        self.runner = WatchedRunner(self.config, faults)
+        self.runner = WatchedRunner(self.config, self._faults(seed, level_rng))
         self.adapters = AdapterMoves(seed, self.config, self.runner)
         self.engine = build_engine(
             self.config,
@@ -128,8 +128,23 @@ class World:
         self.changes, self.trees = Changes(seed, self.engine.scheduler), TreeMoves(seed, self, trees)
         self.objectives, self.overlapped = Objectives(seed), self.config.depth > 0
         self.media = Media(seed, self.config, self.runner, self.coverage.counts)
+        self.contexts = Contexts(seed, self.config, self.trouble, self.engine.scheduler, self.coverage.counts)
+        self.contexts.begin(self.runner, contexts)
         self.pooled = Pooled(seed, self.config, self.coverage.counts)
+        self.pins = Pins(seed, self.engine.scheduler, self.coverage.counts)
         self.acts = self._acts()
+
+    def _faults(self, seed: int, level_rng: random.Random) -> Faults:
+        faults = Faults(
+            rng=random.Random(seed + 1),
+            step_failure=self.trouble.step_failure,
+            nan_row=self.trouble.nan_row,
+            late_copies=self.trouble.late_copies,
+        )
+        if self.config.kv.cache_on_host:
+            faults.late_moves = level_rng.choice((0, 3, 8))
+            faults.copy_failure = level_rng.choice((0.0, 0.02, 0.1))
+        return faults
 
     def _make_checker(self, scheduler: Scheduler) -> InvariantChecker:
         batch = max(64, ROWS_AT_ONCE // scheduler.state.rows.num_rows)
@@ -161,6 +176,7 @@ class World:
                 self.step()
             was_empty = empty
         self._drain()
+        self.pins.let_go()
         self.engine.close()
         check_idle(self.engine.scheduler.state, self.clients)
         self._count()
@@ -303,6 +319,7 @@ class World:
         self._excuse(client, ending)
         client.check_reason(ending)
         self.pooled.ended(client, ending)
+        self.pins.ended(client, ending)
         got = client.tokens
         by_itself = ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if client.held is not None and by_itself:
@@ -327,8 +344,9 @@ class World:
     def alone(self, client: Expectation, at_most: int | None = None) -> tuple[list[int], str]:
         """What a client gets from an engine that has nothing else to do."""
         size, before = self.config.kv.block_size, client.before
+        stretches = Stretches(client.pictures, client.placed)
         return reference_output(
-            client.prompt, client.sampling, at_most, client.seen, size, before, client.start, client.pictures
+            client.prompt, client.sampling, at_most, client.seen, size, before, client.start, stretches
         )
 
     def _excuse(self, client: Expectation, ending: Finished) -> None:
@@ -351,6 +369,7 @@ class World:
         self.changes.perhaps()
         self.trees.perhaps()
         self.adapters.perhaps()
+        self.pins.perhaps()
         if self.slabs.perhaps(self.runner):
             self.receive(self.engine.scheduler.take_events())
         # A request waits now and then, not all the time: to judge the same one in every step shows little.
@@ -388,7 +407,9 @@ class World:
         if self.config.kv.cache_on_host and rng.random() < 0.8:
             shared = length  # what was evicted is asked for again
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(1000) for _ in range(length - shared)]
-        if rng.random() < 0.1:  # the same blocks after another beginning are other blocks
+        modules = self.contexts.draw(prompt)
+        length = len(prompt)
+        if not modules and rng.random() < 0.1:  # the same blocks after another beginning are other blocks
             prompt[0] = rng.randrange(1000)
         room = longest - length if rng.random() < 0.99 else longest
         most = max(1, min(room, traffic.longest_output))
@@ -410,8 +431,12 @@ class World:
             first, recent = self.keep_rng.randint(0, 2 * size), self.keep_rng.randint(1, 4 * size)
             sampling = replace(sampling, kv_keep=KVKeep(first=first, recent=recent))
         sampling, limits = self.trees.sampling(sampling), self.trees.limits()
-        sampling = self.pooled.sampling(sampling)
-        media = self.media.draw(prompt)
+        sampling = self.pins.sampling(self.pooled.sampling(sampling))
+        media = [] if modules else self.media.draw(prompt)
+        modules = [] if sampling.pooling is not None else modules
+        is_module = self.contexts.is_on and self.pins.computes(sampling)
+        if is_module:
+            prompt, media, modules = self.contexts.text(), [], []
         try:
             ids = self.engine.add(
                 prompt,
@@ -421,6 +446,8 @@ class World:
                 tree=limits,
                 adapter=self.adapters.choose(),
                 media=media,
+                modules=modules,
+                is_module=is_module,
             )
         except REFUSALS:
             self.check_refusal(before)
@@ -430,6 +457,7 @@ class World:
             self.expect(rid, prompt, tenant)
             request = self.engine.scheduler.state.requests[rid]
             self.clients[rid].pictures = self.media.expect(request, media, tenant)
+            self.clients[rid].placed = placed_of(request)
 
     def _structure(self) -> Structure:
         rng = self.guide_rng
@@ -464,6 +492,8 @@ class World:
             return None
         for _ in range(4):
             request = requests[self.rng.choice(list(requests))]
+            if request.id >= OWN_REQUESTS:  # no client knows of it
+                continue
             if not states or request.state in states:
                 return request
         return None
@@ -497,7 +527,7 @@ class World:
         for rid in ids:
             self.expect(rid, tokens, parent.tenant)
             self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
-            self.clients[rid].pictures = parent.pictures
+            self.clients[rid].pictures, self.clients[rid].placed = parent.pictures, parent.placed
 
     def _prune(self) -> None:
         state = self.engine.scheduler.state
@@ -560,27 +590,3 @@ class World:
                 return
             self.engine.scheduler.finish_at(request.id, client.before + client.stop_at)
             self.receive(self.engine.scheduler.take_events())
-
-
-def run_seed(seed: int, steps: int) -> Counter[str]:
-    """Run one seed."""
-    gc.disable()  # a world is small and short: collecting once at its end is cheaper
-    gc.freeze()  # and then only what is the world's
-    try:
-        return World(seed).run(steps)
-    finally:
-        gc.enable()
-        gc.collect()
-        gc.unfreeze()
-
-
-def attempt(job: tuple[int, int]) -> tuple[int, Counter[str], str]:
-    """Run one seed; the last entry is "" or what went wrong. Here, because workers cannot import a `__main__`."""
-    seed, steps = job
-    started = time.process_time()
-    try:
-        counts = run_seed(seed, steps)
-    except BaseException:
-        return seed, Counter(), traceback.format_exc()
-    counts["microseconds of CPU time"] = int((time.process_time() - started) * 1e6)
-    return seed, counts, ""

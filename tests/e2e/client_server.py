@@ -11,14 +11,14 @@ import json
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.http_server import Reply
 from tests.e2e.model_cli import COMMAND, ENDLESS_CONTEXT, environment
 from tests.model_folder import TEMPLATE, write_model
+from tests.waiting import wait_until
 
 MODEL = "tiny"
 KEY, NARROW_KEY, DISABLED_KEY = "key-of-anybody", "key-for-one-at-a-time", "key-of-nobody"
@@ -33,6 +33,7 @@ class ClientServer:
     """A running server process."""
 
     template = TEMPLATE  # of the model's chat
+    command: Sequence[str] = COMMAND
 
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         self.folder = folder
@@ -40,7 +41,7 @@ class ClientServer:
         self._errors = (folder / "stderr").open("wb")
         self.process = subprocess.Popen(
             [
-                *(*COMMAND, "serve", *self._model_flags(), "--port", str(self.port)),
+                *(*self.command, "serve", *self._model_flags(), "--port", str(self.port)),
                 *("--num-gpu-blocks-override", "16384", "--drain-timeout", "0.2", *flags),
             ],
             env=environment(folder, **variables),
@@ -51,7 +52,7 @@ class ClientServer:
     def _model_flags(self) -> list[str]:
         changes = {"max_position_embeddings": ENDLESS_CONTEXT}
         model = write_model(self.folder / MODEL, template=self.template, **changes)
-        keys = _keys_file(self.folder / "keys")
+        keys = keys_file(self.folder / "keys")
         named = ["--load-format", "dummy", "--served-model-name", MODEL]
         return [str(model), *named, "--api-keys-file", str(keys)]
 
@@ -64,16 +65,11 @@ class ClientServer:
         self.wait_until(lambda: self.ask("GET", "/health").status == status)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until_s:
+        def is_met() -> bool:
             assert self.process.poll() is None, f"the server has ended: {self.log()}"
-            try:
-                if condition():
-                    return
-            except OSError:
-                pass
-            time.sleep(0.02)
-        raise AssertionError("it did not happen in time")
+            return condition()
+
+        wait_until(is_met, PATIENCE_S, every_s=0.02)
 
     def page(self) -> str:
         """All metrics, as Prometheus reads them."""
@@ -146,7 +142,7 @@ def client_server(
         server.close()
 
 
-def _keys_file(path: Path) -> Path:
+def keys_file(path: Path) -> Path:
     entries = [
         {"name": "anybody", "sha256": _hash(KEY)},
         {"name": "narrow", "sha256": _hash(NARROW_KEY), "max_concurrency": 1},

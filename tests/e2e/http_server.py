@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 # How long to wait for what must happen. Tests of mutants wait less: what they wait for never comes.
@@ -58,15 +59,7 @@ class FakeServer:
             self.wait_until(lambda: self.get("/health").status == 200)
 
     def wait_until(self, condition: Any, seconds: float = PATIENCE_S) -> None:
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            try:
-                if condition():
-                    return
-            except OSError:
-                pass
-            time.sleep(0.02)
-        raise AssertionError("it did not happen in time")
+        wait_until(condition, seconds, every_s=0.02)
 
     def connect(self, *, receive_bytes: int | None = None, port: int | None = None) -> socket.socket:
         client = socket.socket()

@@ -200,7 +200,7 @@ def test_lists_have_pages(client: OpenAI) -> None:
     begun = begin(client, jsonl(request("listed")))
     assert [batch.id for batch in client.batches.list(limit=1).data] == [begun.id]
     wait(client, begun.id)
-    for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"purpose": "vision"}):
+    for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"purpose": "fine-tune"}):
         with pytest.raises(openai.BadRequestError) as refused:
             client.files.list(**wrong)
         assert refused.value.param in wrong

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from paceline.cli.main import run as run_command
 from tests.e2e.model_cli import run_process, start
 from tests.mock_openai import RunningMock, running_mock
+from tests.waiting import wait_until
 
 ATTEMPTS = 3  # a busy machine may spoil one
 PATIENCE_S = 60.0
@@ -212,9 +212,7 @@ def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
     with running_mock(ttft_ms=5, gap_ms=5) as mock:
         flags = ("--max-concurrency", "3", "--duration", "300", "--json", str(target), *SMALL)
         process = start("bench", "serve", "--url", mock.url, *flags, cache=tmp_path)
-        until_s = time.monotonic() + PATIENCE_S
-        while len(mock.entries()) < 10 and time.monotonic() < until_s:
-            time.sleep(0.05)
+        wait_until(lambda: len(mock.entries()) >= 10, PATIENCE_S)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
@@ -354,3 +352,14 @@ def test_a_server_that_is_not_there_or_says_no_is_told(capsys: pytest.CaptureFix
     assert "came to nothing (rejected with 400): told to say 400" in capsys.readouterr().err
     assert run_command(["bench", "serve", "--url", mock.url]) == 1
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_pictures_are_sent_as_parts_of_messages(tmp_path: Path) -> None:
+    pictures = ("--images", "2", "--image-size", "64x48", "--image-reuse", "1")
+    with running_mock() as mock:
+        found = measure(mock, tmp_path / "run.json", *SMALL, "--num-prompts", "6", *pictures)
+        bodies = [entry["body"] for entry in mock.entries() if "messages" in entry["body"]]
+    assert found["completed"] == 6 and found["workload"].endswith("2 pictures of 64x48")
+    parts = [body["messages"][0]["content"] for body in bodies]
+    assert all([part["type"] for part in each] == ["image_url", "image_url", "text"] for each in parts)
+    assert len({part["image_url"]["url"] for each in parts for part in each[:2]}) <= 8

@@ -1,4 +1,5 @@
-"""Bad input against a live server: in peace, without assertions, while the queue is full, and drawn at random.
+"""Bad input against a live server: in peace, without assertions, while it is saturated, while its queue is full, and
+drawn at random.
 
 `PACELINE_FUZZ_SEED` and `PACELINE_FUZZ_REQUESTS` draw other requests, and more of them. A failure names its seed and
 number: `Fuzz(seed, document).request(number)` are its bytes.
@@ -12,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,17 @@ from tests.e2e.catalogue.catalogue import ENTRIES, Run, canary, log_problems
 from tests.e2e.catalogue.connections import ask_all
 from tests.e2e.catalogue.entry import COMPLETIONS, GOOD, OK, QUEUE_FULL, Entry, answer_of
 from tests.e2e.catalogue.fuzz import Fuzz
-from tests.e2e.catalogue.served import FOLDER, KEYS, OTHERS_PROMPT, VARIABLE, TinyServer, signed, tiny_server
+from tests.e2e.catalogue.served import (
+    FOLDER,
+    KEYS,
+    NAME,
+    OTHERS_PROMPT,
+    VARIABLE,
+    TinyServer,
+    signed,
+    tiny_server,
+)
+from tests.e2e.crowd import crowd, requests_of_a_crowd
 from tests.e2e.http_server import Reply
 
 SMALL = ("--kv-cache-memory-bytes", str(64 * 2**20))
@@ -38,7 +50,7 @@ SHARE = pytest.mark.parametrize(
 
 
 def test_every_number_of_the_catalogue_is_there() -> None:
-    assert {entry.number for entry in ENTRIES} == set(range(1, 120)) - ELSEWHERE
+    assert {entry.number for entry in ENTRIES} == set(range(1, 121)) - ELSEWHERE
 
 
 @SHARE
@@ -107,6 +119,26 @@ def test_the_catalogue_while_the_queue_is_full(tmp_path: Path, entries: list[Ent
         server.wait_until_idle()
         assert canary(server) == song
         assert log_problems(server) == []
+
+
+def is_saturated(server: TinyServer) -> bool:
+    return server.metric("num_requests_waiting") > 0
+
+
+@SHARE
+def test_the_catalogue_while_the_server_is_saturated(tmp_path: Path, entries: list[Entry]) -> None:
+    """Requests wait for rows, and all of it has the answer it has in peace, the canary too."""
+    with tiny_server(tmp_path, *SMALL, "--max-num-seqs", "4") as server:
+        requests = requests_of_a_crowd(NAME, partial(signed, "POST", key="holder"))
+        run = Run(server, busy_s=30.0)
+        with crowd(server.port, requests, lambda: server.wait_until(lambda: is_saturated(server))):
+            # Inputs that are long may find the tokens of the queue taken.
+            full = f"{QUEUE_FULL} instead of ({OK},)"
+            assert [problem for problem in run.over(entries) if full not in problem] == []
+            server.wait_until(lambda: is_saturated(server))
+        server.wait_until_idle()
+        assert log_problems(server) == []
+        assert server.metric("invariant_violations_total") == 0
 
 
 # ----------------------------------------------------------------

@@ -67,6 +67,15 @@ def test_something_broken_is_named_and_fails(tmp_path: Path) -> None:
     assert "BROKEN: PACELINE_CPU_KVCACHE_SPACE is 'lots'; set it to a number of GiB" in done.stdout
 
 
+def test_instructions_that_are_not_there_are_broken_as_every_start_is(tmp_path: Path) -> None:
+    done = run("doctor", cache=tmp_path, PACELINE_CPU_ISA="sse9")
+    assert done.returncode == 1
+    assert "PACELINE_CPU_ISA=sse9\n" in done.stdout and "not compiled yet" not in done.stdout
+    (broken,) = (line for line in done.stdout.splitlines() if line.startswith("BROKEN: "))
+    assert broken.startswith("BROKEN: PACELINE_CPU_ISA=sse9: this processor can take ")
+    assert broken.endswith("plain; set it to one of these, or remove it")
+
+
 def test_nothing_is_said_of_a_machine_that_is_well() -> None:
     assert find_problems(WELL) == []
 
@@ -77,6 +86,7 @@ def test_nothing_is_said_of_a_machine_that_is_well() -> None:
         ({"versions": {"numba": None}}, "numba is not installed", True),
         (with_kernels(error="OSError: libz"), "cannot be used (OSError: libz)", False),
         (with_kernels(isa="plain", missing=["asimddp"]), "this processor has no asimddp", False),
+        (with_kernels(isa="plain"), "PACELINE_CPU_ISA asks for plain: the CPU kernels", False),
         ({"cpu": {**WELL["cpu"], "is_busy": True, "used_by_others": 1.8}}, "use 1.8 of 4 cores", False),  # type: ignore[dict-item]
         ({"gpus": ["H200"], "gpu_error": "Triton is not installed"}, "the GPU is not used: Triton", False),
         ({"memory": {"available_bytes": 2**29}}, "less than 1 GiB of memory", False),

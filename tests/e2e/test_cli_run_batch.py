@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from tests.e2e.catalogue.structures import schema_format
 from tests.e2e.model_cli import TIMEOUT_S, run, start
 from tests.model_folder import CONTEXT, write_model
+from tests.waiting import wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -57,10 +57,8 @@ def batch(model: Path, source: Path, target: Path, *more: str, failed: int = 0) 
 def interrupted(model: Path, *arguments: str, target: Path, num_lines: int, number: int) -> tuple[int, str]:
     """The exit code and errors of a process that gets a signal once it has written some results."""
     process = start("run-batch", *arguments, *flags_of(model), cache=target.parent)
-    end_s = time.monotonic() + TIMEOUT_S
-    while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
-        assert time.monotonic() < end_s and process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None or target.read_bytes().count(b"\n") >= num_lines, TIMEOUT_S)
+    assert process.poll() is None
     process.send_signal(number)
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, stderr.decode()

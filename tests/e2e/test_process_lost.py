@@ -27,6 +27,7 @@ from paceline.process.supervisor import EngineProcess
 from tests.e2e.faults.live import is_alive
 from tests.e2e.process_helpers import GIVEN, GREEDY, LONG, PROMPT, ask, config, is_clean, read, running, until
 from tests.model_folder import write_model
+from tests.waiting import wait_until
 
 TIMEOUT_S = 120
 ANSWERED_S = 1.0  # within which every client learns of a dead engine
@@ -364,10 +365,7 @@ def test_interrupts_are_left_to_the_http_process(folder: Path) -> None:
 
 
 def _wait_for_end(pid: int, seconds: float) -> None:
-    until_s = time.monotonic() + seconds
-    while is_alive(pid):
-        assert time.monotonic() < until_s, "the engine's process is still there"
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(pid), seconds, says="the engine's process is still there")
 
 
 def _say(sock: socket.socket, message: frames.ToEngine) -> None:

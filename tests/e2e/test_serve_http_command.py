@@ -16,6 +16,7 @@ import pytest
 from paceline.runner.disk_store import HEADER, MAGIC, VERSION, DiskStore
 from tests.e2e.http_server import read_reply, request_bytes
 from tests.e2e.model_cli import COMMAND, environment, run, run_process
+from tests.waiting import wait_until
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -104,16 +105,11 @@ class Served:
             return read_reply(client).raw
 
     def wait(self, status: bytes) -> None:
-        until_s = time.monotonic() + 60
-        while time.monotonic() < until_s:
-            try:
-                if self.ask("GET", "/health").startswith(b"HTTP/1.1 " + status):
-                    return
-            except OSError:
-                pass
+        def answers() -> bool:
             assert self.process.poll() is None
-            time.sleep(0.05)
-        raise AssertionError("the server did not start")
+            return self.ask("GET", "/health").startswith(b"HTTP/1.1 " + status)
+
+        wait_until(answers, every_s=0.05, says="the server did not start")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -166,10 +162,7 @@ def test_a_signal_while_loading_leaves_nothing_behind(tiny: Path, tmp_path: Path
         assert served.process.wait(10) == 0
         assert time.monotonic() - started_s < 5.0
         assert engines
-        until_s = time.monotonic() + 2.0
-        while any(Path(f"/proc/{pid}").exists() for pid in engines) and time.monotonic() < until_s:
-            time.sleep(0.02)
-        assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines), 2.0)
         assert not os.path.exists(served.path)
     finally:
         served.close()

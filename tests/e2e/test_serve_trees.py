@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.e2e.client_server import ENDLESS, KEY, MODEL, NARROW_KEY, ClientServer, client_server
+from tests.e2e.crowd import crowd, requests_of_a_crowd
+from tests.e2e.http_server import request_bytes
 
 PROMPT = list(range(40, 60))
 PLAIN = {
@@ -20,11 +24,38 @@ PLAIN = {
 }
 
 
+ROWS = 12
+FLAGS = ("--stream-keep-alive", "0.2", "--max-num-seqs", str(ROWS))
+SATURATED = pytest.mark.parametrize("server", ["at rest", "saturated"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
-    with client_server(tmp_path_factory.mktemp("server"), "--stream-keep-alive", "0.2") as running:
-        running.wait_for(200)
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientServer]:
+    with client_server(tmp_path_factory.mktemp("server"), *FLAGS) as started:
+        started.wait_for(200)
+        yield started
+
+
+@pytest.fixture
+def server(running: ClientServer, request: pytest.FixtureRequest) -> Iterator[ClientServer]:
+    """The server of this file; nothing of a test is left on it."""
+    with ExitStack() as stack:
+        if getattr(request, "param", "") == "saturated":
+            requests = requests_of_a_crowd(MODEL, signed)
+            stack.enter_context(
+                crowd(running.port, requests, partial(wait_until_full, running), clients=ROWS + 4)
+            )
         yield running
+    running.wait_until(running.is_idle)
+
+
+def signed(path: str, body: dict[str, Any]) -> bytes:
+    named = (f"Authorization: Bearer {KEY}",)
+    return request_bytes("POST", path, json.dumps(body).encode(), headers=named)
+
+
+def wait_until_full(server: ClientServer) -> None:
+    server.wait_until(lambda: server.metric("num_requests_waiting") > 0)
 
 
 class Stream:
@@ -99,6 +130,7 @@ def post(server: ClientServer, path: str, **given: Any) -> tuple[int, Any]:
     return answer.status, answer.json
 
 
+@SATURATED
 def test_branches_of_a_held_answer_equal_fresh_requests(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold")
     stream.until_held()
@@ -118,9 +150,9 @@ def test_branches_of_a_held_answer_equal_fresh_requests(server: ClientServer) ->
     begin = [*stream.tokens[0][:3], 70, 71]
     assert found["choices"][0]["token_ids"] == begin + continued(server, PROMPT + begin, 4)
     stream.close()
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_a_held_answer_is_extended_and_goes_on_in_its_stream(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold", stream_options={"include_usage": True})
     stream.until_held()
@@ -174,7 +206,6 @@ def test_probabilities_go_on_behind_what_was_put_in(server: ClientServer, is_hel
     assert len(stream.spelled) == len(stream.tokens[0]) - 3  # all but what was put in
     assert spelled == stream.texts[0][:put_in] + stream.texts[0][put_in + 3 :]
     stream.close()
-    server.wait_until(server.is_idle)
 
 
 def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: ClientServer) -> None:
@@ -220,7 +251,6 @@ def test_a_fork_is_streamed_in_its_parents_format_and_seen_in_the_tree(server: C
 
     server.wait_until(only_one_is_left)
     deeper.close()
-    server.wait_until(server.is_idle)
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
@@ -253,9 +283,9 @@ def test_answers_of_other_formats_are_forked_as_chat_completions(
     assert branch.fork["text"] + branch.texts[3] == whole["choices"][0]["message"]["content"]
     assert branch.ends[3][0] == "length"
     answer.close()
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_what_cannot_be_done_is_refused(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold", tree={"max_branches": 3, "max_tokens": 40})
     stream.until_held()
@@ -314,9 +344,9 @@ def test_what_cannot_be_done_is_refused(server: ClientServer) -> None:
         assert post(server, f"{stream.id}/{path}")[0] == 404
     assert post(server, f"{stream.id}/extend", text="a")[0] == 404
     assert server.ask("GET", f"/v1/requests/{stream.id}/tree").status == 404
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_branches_count_against_what_a_key_may_run_at_once(server: ClientServer) -> None:
     stream = Stream(server, key=NARROW_KEY, on_stop="hold")
     stream.until_held()
@@ -326,9 +356,9 @@ def test_branches_count_against_what_a_key_may_run_at_once(server: ClientServer)
     assert len(server.ask("GET", f"{path}/tree", key=NARROW_KEY).json["branches"]) == 1
     assert server.ask("POST", f"{path}/prune", {}, key=NARROW_KEY).status == 200
     stream.rest()
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_a_branch_that_is_not_used_again_ends(server: ClientServer) -> None:
     stream = Stream(server, on_stop="hold", hold_s=0.2)
     stream.until_held()
@@ -369,9 +399,9 @@ def test_searches_find_what_a_program_finds(server: ClientServer) -> None:
         assert found.status == 200, found.json
         assert found.json["choices"][0]["message"]["content"]
         assert found.json["usage"]["completion_tokens"] == found.json["search"]["generated_tokens"] > 0
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_a_pattern_that_takes_for_ever_ends_its_search_alone(server: ClientServer) -> None:
     body = {**PLAIN, "prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "seed": 5}
     search = {"type": "self_consistency", "n": 2, "pattern": r"(.+)+\x01"}
@@ -380,9 +410,9 @@ def test_a_pattern_that_takes_for_ever_ends_its_search_alone(server: ClientServe
     assert "too long" in found.json["error"]["message"]
     found = server.ask("POST", "/v1/completions", {**body, "search": {**search, "pattern": r"\S"}})
     assert found.json["search"]["candidates"][0]["answer"] == found.json["choices"][0]["text"].split()[-1][-1]
-    server.wait_until(server.is_idle)
 
 
+@SATURATED
 def test_searches_that_cannot_be_are_refused(server: ClientServer) -> None:
     body = {**PLAIN, "prompt": PROMPT, "max_tokens": 4}
     for more, param in (
@@ -406,4 +436,3 @@ def test_searches_that_cannot_be_are_refused(server: ClientServer) -> None:
     assert (narrow.status, narrow.json["error"]["param"]) == (400, "n")
     limited = {**body, "search": {"type": "best_of", "n": 4}, "tree": {"max_branches": 3}}
     assert server.ask("POST", "/v1/completions", limited).json["error"]["code"] == "tree_limit_exceeded"
-    server.wait_until(server.is_idle)

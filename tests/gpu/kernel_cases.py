@@ -21,6 +21,7 @@ from paceline.runner.gpu.kernels.decode_attention import (
     decode_attention,
     plan_decode,
 )
+from paceline.runner.gpu.kernels.place_kv import place_kv
 from paceline.runner.gpu.kernels.prefill_attention import (
     PrefillTuning,
     Spans,
@@ -41,6 +42,7 @@ from paceline.runner.gpu.kernels.shared_attention import (
 )
 from tests.gpu.kernel_references import (
     reference_decode_attention,
+    reference_placed,
     reference_prefill_attention,
     reference_rope_kv_write,
     reference_row_product,
@@ -402,6 +404,33 @@ def check_rope_kv_write(shape: Shape, tokens: int, *, rotary_dim: int, has_norm:
         total = int(torch.count_nonzero(part[num_blocks - tokens // BLOCK_SIZE - 3 :].abs().sum((1, 3))))
         assert total == int(stored.sum()), "a slot was written that was not asked for"
         assert not part[0].any(), "the null block was written"
+
+
+def check_place_kv(shape: Shape, tokens: int, *, rotary_dim: int) -> None:
+    """From slots of one half of the pool to slots of the other, one token nowhere; nothing else is written."""
+    half_of_it = max(shape.num_blocks // 2, tokens // BLOCK_SIZE + 2) * BLOCK_SIZE
+    sources = half_of_it - 1 - torch.randperm(tokens + 5)[:tokens]
+    targets = 2 * half_of_it - 1 - torch.randperm(tokens + 5)[:tokens]
+    targets[0] = -1
+    sizes = (2 * half_of_it // BLOCK_SIZE, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    keys, values = (torch.zeros(sizes, dtype=shape.dtype, device=shape.device) for _ in range(2))
+    block, place = sources // BLOCK_SIZE, sources % BLOCK_SIZE
+    old = [shape.random(tokens, shape.kv_heads, shape.head_dim) for _ in range(2)]
+    for pool, part in zip((keys, values), old, strict=True):
+        pool[block, :, place] = part
+    angles = torch.rand(3, rotary_dim // 2, device=shape.device) * 6
+    turns = torch.randint(0, 3, (tokens,), dtype=torch.int32, device=shape.device)
+    slots = (sources.to(shape.device), targets.to(shape.device))
+    place_kv(keys, values, *slots, turns, torch.cat([angles.cos(), angles.sin()], dim=1))
+    new = reference_placed(old[0], old[1], angles[turns.long()])
+    block, place = targets[1:] // BLOCK_SIZE, targets[1:] % BLOCK_SIZE
+    assert_close(keys[block, :, place], new[0][1:], shape.tolerance)
+    assert torch.equal(values[block, :, place], new[1][1:])
+    first = half_of_it // BLOCK_SIZE
+    for pool, part in zip((keys, values), old, strict=True):
+        assert torch.equal(pool[sources // BLOCK_SIZE, :, sources % BLOCK_SIZE], part), "a source was written"
+        written = int(torch.count_nonzero(pool[first:].abs().sum((1, 3))))
+        assert written == tokens - 1, "a slot was written that was not asked for"
 
 
 def check_saturation(shape: Shape) -> None:

@@ -223,6 +223,15 @@ def reference_rope_kv_write(
     return turn(q), turn(k), v
 
 
+def reference_placed(keys: Tensor, values: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition in float64: of tokens with these keys and values [tokens, kv heads, head_dim] at their places,
+    turned by angles [tokens, pairs]."""
+    half, k = angles.shape[1], keys.double()
+    cosine, sine = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    a, b, rest = k[..., :half], k[..., half : 2 * half], k[..., 2 * half :]
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], dim=-1), values
+
+
 def reference_row_product(
     x: Tensor, weight: Tensor, *, norm: RowNorm | None = None, gated: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ Rows are computed one at a time where bytes are compared: in another batch a pro
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from paceline.errors import ConfigError
 from paceline.kv.tiers import HOST
 from paceline.runner.gpu import kv_pools, slab_memory
 from tests.gpu.engine_cases import ENGINE, PROMPTS, engine, first_gaps, reference, saved, tokens_of
+from tests.waiting import wait_until
 
 CLOSE = 2e-2
 HOST_GIB = 0.25
@@ -86,10 +86,7 @@ def test_memory_that_is_pinned_later_is_used_later(monkeypatch: pytest.MonkeyPat
         first = tokens_of(llm, PROMPTS[2:9])
     few = found[HOST]
     places.pin_rest()
-    until_s = time.monotonic() + 60
-    while places.num_pinned < len(places.tensors[0]):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: places.num_pinned == len(places.tensors[0]))
     for _ in range(3):
         again = tokens_of(llm, PROMPTS[2:9])
     assert found[HOST] - few > few

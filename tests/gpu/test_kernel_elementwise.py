@@ -35,6 +35,21 @@ def test_rope_and_kv_write(kv_heads: int, group: int, head_dim: int, has_norm: b
             cases.check_rope_kv_write(shape, tokens, rotary_dim=rotary_dim, has_norm=has_norm)
 
 
+@pytest.mark.parametrize("kv_heads, head_dim", [(8, 128), (3, 64), (1, 256), (2, 96)])
+def test_placed_keys_are_turned(kv_heads: int, head_dim: int) -> None:
+    shape = cases.Shape(device="cuda", dtype=BF16, kv_heads=kv_heads, head_dim=head_dim)
+    for rotary_dim in (head_dim, head_dim // 2):
+        for tokens in (1, 1111):
+            cases.check_place_kv(shape, tokens, rotary_dim=rotary_dim)
+
+
+def test_placing_in_a_pool_beyond_two_to_the_31_elements() -> None:
+    blocks = 2**31 // (8 * 64 * 128) + 100
+    shape = cases.Shape(device="cuda", dtype=BF16, kv_heads=8, head_dim=128, num_blocks=blocks)
+    cases.check_place_kv(shape, 100, rotary_dim=128)
+    torch.cuda.empty_cache()
+
+
 def test_kv_write_into_a_pool_beyond_two_to_the_31_elements() -> None:
     blocks = 2**31 // (8 * 64 * 128) + 100
     shape = cases.Shape(device="cuda", dtype=BF16, kv_heads=8, head_dim=128, num_blocks=blocks)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import paceline
 from paceline.scheduler.invariants import InvariantViolation
-from tests.dst.world import run_seed
+from tests.dst.runs import run_seed
 
 
 def attempt(seed: int, steps: int) -> dict[str, object]:

@@ -40,7 +40,7 @@ from paceline.runner.native.layout import PARTS
 from paceline.runner.native.model import NativeModel, build_model, objection
 from paceline.runner.native.step import NativeStep
 from paceline.runner.sampling.sampler import Settled, Wanted
-from tests.bits import Changing
+from tests.bits import Between, Changing
 from tests.kernels import checked_code
 from tests.native.adapters import make_adapter
 from tests.quantized_helpers import QuantizedSource
@@ -101,11 +101,11 @@ def an_adapter(kind: str, number: int) -> Adapter:
     return make_adapter(MODELS[kind][0], (1, 4, 7, 16)[number % 4], parts, dtype, seed=number)
 
 
-class Digest:
+class Digest(Between):
     """Stands between the runner and the kernels: a digest of every token's logits, step by step."""
 
     def __init__(self, step: NativeStep) -> None:
-        self.spec, self.kv, self.logits, self.work = step.spec, step.kv, step.logits, step.work
+        super().__init__(step)
         self._step = step
         self._hash = hashlib.sha256()
         self.steps = self.rows = self.settled = 0

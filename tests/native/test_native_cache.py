@@ -21,6 +21,7 @@ from paceline.runner.native import code as code_module
 from paceline.runner.native.code import Code, KernelsUnavailable, kernels_key, load_code
 from paceline.runner.native.isa import Isa, host_isa
 from tests.kernels import CACHE, host_code
+from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 
@@ -217,6 +218,39 @@ def test_a_start_that_is_killed_leaves_no_half_file(compiler: Compiler, folder: 
     assert kept(folder).read_bytes().endswith(object_code()) and not list(folder.glob("*.part"))
 
 
+FAR = """
+    import ctypes, mmap, sys
+    from pathlib import Path
+    from paceline.runner.native.code import load_code
+    from paceline.runner.native.isa import host_isa
+
+    c = ctypes.CDLL(None)
+    c.mmap.restype = ctypes.c_void_p
+    c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    c.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    take = lambda size: c.mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
+    hole, left = int(sys.argv[2]), 2**30
+    found = take(hole)
+    wall = take(2**33)  # the kernel maps downwards: what is no hole above it lies 8 GiB away
+    while left >= mmap.PAGESIZE:
+        at = take(left)
+        if at < wall:
+            c.munmap(at, left)
+            left //= 2
+    c.munmap(found, hole)
+    load_code(host_isa(), Path(sys.argv[1]), print)
+"""
+
+
+@pytest.mark.parametrize("hole", [8_192, 131_072])
+def test_memory_in_pieces_is_no_obstacle(compiler: Compiler, folder: Path, hole: int) -> None:
+    """Only some of the code fits where the first of it lies. LLVM ended the process, since it was too far apart."""
+    compiler.load(folder)
+    command = [sys.executable, "-c", textwrap.dedent(FAR), str(folder), str(hole)]
+    done = subprocess.run(command, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr
+
+
 def test_a_compiler_that_fails_is_a_sentence(folder: Path) -> None:
     with pytest.raises(KernelsUnavailable, match=r"the CPU kernels could not be compiled \(1\): KeyError"):
         load_code(replace(host_isa(), name="nonsense"), folder, lambda sentence: None)
@@ -259,13 +293,10 @@ def test_a_compiler_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> N
     command = [sys.executable, "-c", textwrap.dedent(ALONE), str(tmp_path / "kernels.o")]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as compiling:
         try:
-            deadline_s = time.monotonic() + 60
-            while not list(tmp_path.glob("*.began")) and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+            wait_until(lambda: list(tmp_path.glob("*.began")))
         finally:
             compiling.kill()
         assert compiling.communicate(timeout=30)[0] == b""
-    assert list(tmp_path.glob("*.began"))
 
 
 def test_keys_differ_by_processor() -> None:

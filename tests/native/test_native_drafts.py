@@ -190,6 +190,8 @@ def test_masks_and_forced_tokens_are_counted() -> None:
 class FixedLogits:
     """A model that finds every next token as likely as any other has found it."""
 
+    pictures = None
+
     def __init__(self, logits: NDArray[np.float32], compute: StepCompute) -> None:
         self.spec: ModelSpec = replace(compute.spec, vocab_size=len(logits))
         self.kv = compute.kv

@@ -22,7 +22,7 @@ from paceline.runner.native.code import Code
 from paceline.runner.native.model import NativeModel, build_model
 from paceline.runner.native.step import NativeStep
 from paceline.runner.sampling.sampler import Settled, Wanted
-from tests.bits import Changing, Circumstances
+from tests.bits import Between, Changing, Circumstances
 from tests.kernels import host_code
 from tests.quantized_helpers import QuantizedSource, tiny_spec
 
@@ -215,14 +215,6 @@ def test_rows_that_need_more_than_their_logits_are_left_to_the_sampler(code: Cod
 # ---------------------------------------------------------------- in an engine
 
 
-class Undrawn:
-    """Steps whose tokens the sampler draws."""
-
-    def __init__(self, step: NativeStep) -> None:
-        self.spec, self.kv = step.spec, step.kv
-        self.forward, self.logits, self.work = step.forward, step.logits, step.work
-
-
 class Counted(NativeStep):
     settled = left = 0
 
@@ -255,7 +247,7 @@ def run_engine(
     model = tiny_model()
     config = around.config(model.spec, 100, 60)
     step = Counted(model, config, host_code(), max(threads), Changing(threads))
-    engine = build_engine(config, CPURunner(config, step if is_drawn else Undrawn(step)))
+    engine = build_engine(config, CPURunner(config, step if is_drawn else Between(step)))
     try:
         return run_requests(engine, around, model.spec.vocab_size), step
     finally:

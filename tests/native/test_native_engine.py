@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,13 +12,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
+from paceline.core.plan import StepResult
+from paceline.core.sampling import SamplingParams
+from paceline.factory import build_engine
 from paceline.models.spec import ExpertsSpec, ModelSpec
+from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, FlatBatch
+from paceline.runner.native.checks import is_checking
 from paceline.runner.native.layout import COLUMNS, Q8, Q8_GROUP, SUB_BLOCK
 from paceline.runner.native.model import NativeModel, build_model, objection
 from paceline.runner.native.step import NativeStep
-from tests.bits import Circumstances, Prompt, Record, differences
+from tests.bits import Between, Circumstances, Prompt, Record, differences
 from tests.kernels import host_code
 from tests.native.float64_model import Float64Model
 from tests.native.runs import record_native, step_threads
@@ -232,22 +238,19 @@ def test_a_token_sees_the_beginning_and_what_is_recent() -> None:
 # ---------------------------------------------------------------- what is written where
 
 
-class Watched:
+class Watched(Between):
     """Steps that may write their tokens' slots and nothing else, and find finite numbers wherever they look."""
 
     def __init__(self, step: NativeStep) -> None:
-        self.spec = step.spec
-        self.kv = step.kv
-        self.logits = step.logits
-        self.work = step.work
-        self._step = step
+        super().__init__(step)
+        self._pool = step.kv
         self.padding = self.bad = 0  # tokens
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
         self.check_memory()
-        before = [pool.copy() for pool in self.kv.layers]
-        good = self._step.forward(rows, batch, due)
-        for old, new, group in zip(before, self.kv.layers, self.kv.layer_groups, strict=True):
+        before = [pool.copy() for pool in self._pool.layers]
+        good = super().forward(rows, batch, due)
+        for old, new, group in zip(before, self._pool.layers, self._pool.layer_groups, strict=True):
             changed = np.flatnonzero(self._by_slot(old != new).any(axis=1))
             assert set(changed.tolist()) <= set(batch.slots[group].tolist()), "a slot of another token"
         self.padding += int((batch.row_of == len(batch.rows)).sum())
@@ -255,14 +258,14 @@ class Watched:
         return good
 
     def check_memory(self) -> None:
-        for pool in self.kv.layers:
+        for pool in self._pool.layers:
             assert np.isfinite(pool).all()
             assert not pool[0].any(), "the null block holds something"
 
     def _by_slot(self, pool: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[slots, numbers of a token]."""
         count = pool.shape[0] * pool.shape[1] * SUB_BLOCK
-        return np.concatenate([part.reshape(count, -1) for part in self.kv.by_token(pool)], axis=1)
+        return np.concatenate([part.reshape(count, -1) for part in self._pool.by_token(pool)], axis=1)
 
 
 def record_watched(native: NativeModel, given: list[Prompt], around: Circumstances) -> tuple[Record, Watched]:
@@ -321,6 +324,48 @@ def test_a_row_that_is_not_a_number_ends_alone_and_leaves_nothing(around: Circum
     assert watched.bad > 0
     run.outputs = run.outputs[1:-1]
     assert not differences(run, only(alone("plain"), chosen))
+
+
+def calls_of_steady_steps(num_rows: int, sampling: SamplingParams) -> list[int]:
+    """How many functions the runner calls in each of some steps in which all rows decode."""
+    config = Circumstances(budget=512).config(model("plain").spec, MAX_LEN, 200)
+    step, counts = NativeStep(model("plain"), config, host_code(), 1), []
+    engine = build_engine(config, runner := CPURunner(config, step, ()))
+    for index in range(num_rows):  # blocks are not crossed: 3 and 9 tokens are of the first of 16
+        engine.add([5, 6, 7 + index], sampling)
+    finish = runner.finish_until
+
+    def counted(seq: int) -> StepResult:
+        seen = 0
+
+        def see(frame: object, event: str, argument: object) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        sys.setprofile(see)
+        try:
+            return finish(seq)
+        finally:
+            sys.setprofile(None)
+            counts.append(seen)
+
+    runner.finish_until = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(6):
+            engine.step()
+            assert engine.last_error is None
+    finally:
+        runner.close()
+    return counts[2:]
+
+
+@pytest.mark.skipif(is_checking(), reason="the table of addresses grows with what rows hold")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_host_does_as_much_for_many_rows_as_for_few(temperature: float) -> None:
+    """In a step in which nothing but the tokens is new: whole columns, and no row by itself."""
+    sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=1, ignore_eos=True)
+    few, many = (calls_of_steady_steps(rows, sampling) for rows in (3, 40))
+    assert max(few) == max(many) > 50
 
 
 def test_threads_end_with_the_step_that_owns_them() -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from paceline.models.files.open import open_checkpoint
+from paceline.models.files.stored import StoredTensor, decode_float, drop_pages, map_file
+from paceline.runner.native.arena import build_arena
 from paceline.runner.native.model import NativeModel, build_model
 from tests.bits import Circumstances, Prompt, Record, differences
 from tests.native.runs import record_native
@@ -65,3 +69,33 @@ def test_a_model_has_the_same_bits_as_alone(name: str, around: Circumstances) ->
     assert not run.changed and len(run.bits) > sum(LENGTHS) // 2
     assert bool(run.preempted) == bool(around.preempt)
     assert bool(run.hits) == around.caching
+
+
+# ---------------------------------------------------------------- the file's own pages
+
+
+def resident_bytes(path: Path) -> int:
+    """What this process has of a mapped file in memory."""
+    found, here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            here = line.endswith(str(path))
+        elif here and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_pages_of_the_file_leave_memory_when_they_are_packed(tmp_path: Path) -> None:
+    shape, path = (512, 1024), tmp_path / "weights"
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    path.write_bytes(bytes(100) + values.tobytes() + bytes(100))  # shares its first and last page
+    raw = map_file(path)[100:-100]
+    tensor = StoredTensor(name="w", shape=shape, dtype="F32", raw=raw, decode=decode_float)
+    source = SimpleNamespace(tensor=lambda name: tensor)
+    assert np.array_equal(tensor.to_float32(), values) and resident_bytes(path) > 0.9 * values.nbytes
+    build_arena(source, ["w"], quantization="int8")
+    assert resident_bytes(path) < 0.1 * values.nbytes
+    assert np.array_equal(tensor.to_float32(), values), "they are read again"
+    own = values.copy()
+    drop_pages(own.view(np.uint8).reshape(-1))
+    assert np.array_equal(own, values), "memory that is no file's stays as it is"

@@ -16,7 +16,7 @@ from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.layout import SUB_BLOCK
 from paceline.runner.native.step import BadPlan, NativeStep
-from tests.bits import Circumstances
+from tests.bits import Between, Circumstances
 from tests.kernels import host_code
 from tests.native.random_steps import LONGEST, VOCAB, model
 
@@ -148,20 +148,20 @@ def test_a_step_of_padding_alone_is_computed(step: NativeStep) -> None:
     assert not any(pool.any() for pool in step.kv.layers)
 
 
-class Damaged:
+class Damaged(Between):
     """Some steps get a table with a block that does not exist."""
 
     def __init__(self, step: NativeStep, calls: tuple[int, ...]) -> None:
-        self.spec, self.kv, self.logits, self.work = step.spec, step.kv, step.logits, step.work
-        self._step, self._calls, self._count = step, calls, 0
+        super().__init__(step)
+        self._pool, self._calls, self._count = step.kv, calls, 0
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         self._count += 1
         if self._count in self._calls:
-            for pool in self.kv.layers:
+            for pool in self._pool.layers:
                 pool[:] = 7.0  # what the failed step left must not be read again
             rows.tables[0][batch.rows[0], 0] = NUM_BLOCKS
-        return self._step.forward(rows, batch, due)
+        return super().forward(rows, batch, due)
 
 
 def generate(step: NativeStep, calls: tuple[int, ...]) -> tuple[list[int], list[str], Exception | None]:

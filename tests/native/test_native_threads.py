@@ -33,6 +33,7 @@ from tests.native.random_steps import LONGEST, VOCAB, model, tiny
 from tests.native.runs import step_threads
 from tests.native.test_native_plans import batch
 from tests.quantized_helpers import QuantizedSource
+from tests.waiting import wait_until
 
 KIND = "a window"
 CONFIG = Circumstances().config(model(KIND).spec, LONGEST, 6)
@@ -118,10 +119,7 @@ def test_threads_that_do_not_come_to_sleep_leave_no_wake_ups_behind() -> None:
     try:
         for _ in range(800):
             compute(step)
-        until_s = time.monotonic() + 5.0
-        while any(wake_ups(step)) and time.monotonic() < until_s:
-            time.sleep(0.01)  # threads are on their way out of the last meeting
-        assert wake_ups(step) == [0, 0]
+        wait_until(lambda: not any(wake_ups(step)), 5.0)  # threads are on their way out of the last meeting
     finally:
         step.close()
 

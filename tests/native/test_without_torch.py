@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client_server import ClientServer, client_server
+from tests.e2e.client_server import ClientServer, client_server, keys_file
+from tests.e2e.media.picture_server import CHAT, MODEL, PART, TEXT, chat
 from tests.e2e.model_cli import TINY, environment
 from tests.kernels import CACHE, host_code
 from tests.model_folder import write_model
+from tests.pictures import encoded, picture
+from tests.vision_folder import write_tile_model
 
 HIDDEN = ("torch", "functorch", "triton", "transformers")
 GENERATE = """
@@ -24,6 +27,22 @@ sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1
 outputs = llm.generate(["a", "bc"], sampling, use_tqdm=False)
 print([len(output.outputs[0].token_ids) for output in outputs])
 print([name for name in ("torch", "numba") if name in sys.modules])
+"""
+LOOK = """
+import sys
+from paceline import LLM, SamplingParams
+if sys.argv[3]:  # as where the extra is not installed
+    sys.modules["PIL"] = None
+content = [{"type": "image", "image": sys.argv[2]}, {"type": "text", "text": "What is it?"}]
+with LLM(sys.argv[1], load_format="dummy", num_blocks=600) as llm:
+    print(llm.loaded.notices)
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    try:
+        (output,) = llm.chat([{"role": "user", "content": content}], sampling, use_tqdm=False)
+        print(len(output.outputs[0].token_ids), output.num_image_tokens)
+    except Exception as error:
+        print(error)
+    print([name for name in ("torch", "numba") if name in sys.modules])
 """
 
 
@@ -103,6 +122,44 @@ def test_a_server_streams_and_loads_neither_torch_nor_numba(folder: Path) -> Non
         mapped = [name for pid in _processes(server) for name in _libraries(pid)]
         assert any("llvmlite" in name for name in mapped)
         assert not [name for name in mapped if "-packages/torch/" in name or "-packages/numba/" in name]
+    assert sorted(CACHE.iterdir()) == kept
+
+
+def test_a_picture_is_answered_without_torch_and_needs_the_extra_vision(
+    folder: Path, light_python: Path
+) -> None:
+    model, file = write_tile_model(folder / "sees"), folder / "a.png"
+    file.write_bytes(encoded(picture(64, 32)))
+    done = run(light_python, "-c", LOOK, model, file, "", cache=folder)
+    assert done.stdout.splitlines() == ["()", "6 36", "[]"], done.stderr
+    done = run(light_python, "-c", LOOK, model, file, "hide", cache=folder)
+    notices, said, loaded = done.stdout.splitlines()
+    assert "pip install 'paceline[vision]'" in said and "torch" not in said, done.stderr
+    assert notices == "()" and loaded == "[]"
+
+
+class SeeingServer(ClientServer):
+    def _model_flags(self) -> list[str]:
+        named = ["--load-format", "dummy", "--served-model-name", MODEL]
+        keys = keys_file(self.folder / "keys")
+        return [str(write_tile_model(self.folder / MODEL)), *named, "--api-keys-file", str(keys)]
+
+
+def test_a_server_answers_a_picture_and_loads_neither_torch_nor_numba(folder: Path) -> None:
+    """In an environment that has both; and nothing is compiled."""
+    kept = sorted(CACHE.iterdir())
+    (folder / "pictures").mkdir()
+    server = SeeingServer(folder / "pictures")
+    try:
+        server.wait_for(200)
+        reply = server.ask("POST", CHAT, chat(PART, TEXT))
+        assert reply.status == 200
+        assert reply.json["usage"]["prompt_tokens_details"]["image_tokens"] == 36
+        mapped = [name for pid in _processes(server) for name in _libraries(pid)]
+        assert not [name for name in mapped if "-packages/torch/" in name or "-packages/numba/" in name]
+        assert "torch" not in server.log()
+    finally:
+        server.close()
     assert sorted(CACHE.iterdir()) == kept
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tests.soak.plans import (
     SPARE_ADAPTER,
     key_header,
 )
+from tests.waiting import wait_until
 
 COMMAND = (sys.executable, "-m", "tests.soak.inspected")
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,10 +175,7 @@ class Served:
         """Tasks of the event loop, from the line a signal makes the server write."""
         before = len(self.log.states)
         self.process.send_signal(signal.SIGUSR1)
-        until_s = time.monotonic() + 30.0
-        while len(self.log.states) == before:
-            assert time.monotonic() < until_s, "the server did not write its state"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.log.states) > before, 30.0, says="the server did not write its state")
         return self.log.states[-1]
 
     def held(self) -> dict[str, Held]:
@@ -189,10 +186,7 @@ class Served:
         place = self._folder / str(pid)
         place.unlink(missing_ok=True)
         os.kill(pid, signal.SIGUSR2)
-        until_s = time.monotonic() + 30.0
-        while not place.exists():
-            assert time.monotonic() < until_s, "a process did not tell what it holds"
-            time.sleep(0.01)
+        wait_until(place.exists, 30.0, says="a process did not tell what it holds")
         return Held(**json.loads(place.read_text()))
 
     def stop(self) -> int:

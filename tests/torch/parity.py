@@ -42,6 +42,7 @@ from paceline.runner.native.kv_pool import KVPool
 from paceline.runner.native.model import NativeModel, build_model, objection
 from paceline.runner.native.step import NativeStep
 from paceline.runner.torch_step import TorchStep
+from tests.bits import Between
 from tests.kernels import host_code
 from tests.torch.pairwise import Row, covering
 from tests.torch.tiny_models import NAMES, VOCAB, save
@@ -218,14 +219,11 @@ def subject(architecture: str) -> Subject:
 # ---------------------------------------------------------------- the engine under test
 
 
-class Tap:
+class Tap(Between):
     """A way to compute steps, with the logits of every token compared where a reference knows them."""
 
     def __init__(self, compute: StepCompute, references: Sequence[Reference]) -> None:
-        self.spec = compute.spec
-        self.kv = compute.kv
-        self.work = compute.work
-        self._compute = compute
+        super().__init__(compute)
         self._references = {reference.prompt: reference for reference in references}
         self._sequences = [np.array(reference.sequence) for reference in references]
         self._ordered = list(references)
@@ -236,9 +234,6 @@ class Tap:
         good = self._compute.forward(rows, batch, due)
         self._compare(rows, batch, self._compute.logits(np.arange(len(batch.tokens))))
         return good
-
-    def logits(self, tokens: Index) -> NDArray[np.float32]:
-        return self._compute.logits(tokens)
 
     def _compare(self, rows: DeviceRows, batch: FlatBatch, logits: NDArray[np.float32]) -> None:
         end = 0

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,66 @@ def test_a_folder_read_again_is_another_adapter(tmp_path: Path, llama: Made) -> 
     assert (known.number, known.rank) == (2, 4)
     llm.generate([prompts()[0]], GREEDY, use_tqdm=False)  # a step: what was let go of is gone
     assert not llm.loaded.engine.adapters.is_leaving
+
+
+def in_memory(number: int, arrays: Any, **config: Any) -> LoRARequest:
+    named = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(ALL_SEVEN), **config}
+    return LoRARequest(f"memory{number}", number, lora_tensors=arrays, peft_config=named)
+
+
+@pytest.mark.parametrize("max_loras", [0, 1])
+def test_an_adapter_in_memory_answers_as_its_folder_and_is_another(
+    max_loras: int, tmp_path: Path, llama: Made
+) -> None:
+    llm = LLM(str(llama.folder), **OPTIONS, max_loras=max_loras)
+    arrays = adapter_arrays(llm.loaded.checkpoint.spec, seed=1, size=0.1)
+    folder = LoRARequest("folder", 1, str(write_adapter(tmp_path, arrays)))
+    tensors: Any = {name: torch.from_numpy(values.copy()) for name, values in arrays.items()}
+    given = in_memory(2, tensors)
+
+    def answer(request: LoRARequest) -> RequestOutput:
+        return llm.generate([prompts()[0]], GREEDY, use_tqdm=False, lora_request=request)[0]
+
+    first = answer(folder)
+    same = answer(given)
+    assert same.outputs[0].token_ids == first.outputs[0].token_ids
+    assert not same.num_cached_tokens, "the prefix of another adapter was hit"
+    for values in tensors.values():
+        values.zero_()  # a trainer goes on: what was published stays
+    answer(folder)  # with one place, the published one has to come back
+    again = answer(given)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids and again.num_cached_tokens
+    replaced = answer(replace(in_memory(2, arrays), load_inplace=True))
+    assert replaced.outputs[0].token_ids == first.outputs[0].token_ids
+    assert not replaced.num_cached_tokens, "what was published again is another adapter"
+    identities = [info.identity for info in llm.loaded.engine.adapters.infos()]
+    assert len(set(identities)) == 2 and all(len(identity) == 64 for identity in identities)
+    with pytest.raises(InvalidRequest, match="is the adapter of tensors in memory"):
+        answer(LoRARequest("x", 2, str(tmp_path)))
+
+
+def test_what_is_wrong_with_tensors_in_memory_is_said(llm: LLM) -> None:
+    arrays = adapter_arrays(llm.loaded.checkpoint.spec)
+    name = next(iter(arrays))
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({name: arrays[name][:, :-1]}, {}, rf"lora_tensors: the tensor {name} has the shape"),
+        ({name: arrays[name] * np.nan}, {}, "not finite"),
+        ({name: "text"}, {}, "is no array of numbers"),
+        ({"strange": arrays[name]}, {}, "match no matrix of this model"),
+        ({}, {"use_dora": True}, r"peft_config: DoRA"),
+        ({}, {"r": 99}, "has rank 99, and --max-lora-rank is 16"),
+    ]
+    for changes, config, says in wrong:
+        with pytest.raises(InvalidAdapter, match=says):
+            llm.generate(
+                [[5]], GREEDY, use_tqdm=False, lora_request=in_memory(9, {**arrays, **changes}, **config)
+            )
+    with pytest.raises(InvalidAdapter, match="lora_tensors: holds no tensor"):
+        llm.generate([[5]], GREEDY, use_tqdm=False, lora_request=in_memory(9, {}))
+    with pytest.raises(InvalidRequest, match="go together"):
+        LoRARequest("x", 9, lora_tensors=arrays)
+    with pytest.raises(InvalidRequest, match="not both"):
+        LoRARequest("x", 9, "folder", lora_tensors=arrays, peft_config={})
 
 
 def test_rows_keep_an_adapter_that_was_let_go_of(llm: LLM, llama: Made) -> None:

@@ -34,7 +34,7 @@ from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.build import choose_gpu_sizes
-from paceline.runner.gpu.drafted_steps import DraftedSteps
+from paceline.runner.gpu.drafts.drafted_steps import DraftedSteps
 from paceline.runner.gpu.graphs import DraftKey
 from paceline.runner.gpu.kv_pools import device_block_bytes
 from paceline.runner.torch_step import TorchStep

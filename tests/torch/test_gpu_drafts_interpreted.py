@@ -34,7 +34,7 @@ from paceline.factory import build_engine
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
-from paceline.runner.gpu import device_drafts
+from paceline.runner.gpu.drafts import device_drafts
 from paceline.runner.torch_step import TorchStep
 from paceline.scheduler.draft_budget import DraftBudget
 from paceline.scheduler.invariants import InvariantChecker
@@ -135,6 +135,17 @@ def test_ngrams_change_no_token(folder: Path, expected: list[list[int]]) -> None
     assert counters.accepted_tokens >= 5, "no draft was right, or this test says nothing"
 
 
+def test_texts_that_repeat_nothing_get_steps_without_room(folder: Path) -> None:
+    """No draft is ever made, so none is compared: that too is known of a step."""
+    config = DraftConfig(method="ngram", width=3, sizes=SIZES, seconds=(0.01,) * len(SIZES))
+    engine = make_engine(open_checkpoint(folder, load_format="dummy"), config, depth=1)
+    noise = SamplingParams(max_tokens=12, temperature=2.0, seed=1, ignore_eos=True)
+    finish(engine, [(list(range(100, 105)), noise)])
+    drafts = engine.scheduler.state.drafts
+    assert drafts is not None and drafts.chosen == 0
+    assert engine.scheduler.state.counters.draft_tokens == 0, "a draft was made, so this test says nothing"
+
+
 def test_drafts_that_do_not_pay_are_only_compared(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +194,10 @@ def test_what_a_request_is_expected_to_say_is_drafted_from(folder: Path, expecte
     assert (second.accepted_predictions, second.rejected_predictions) == (0, 0)
 
 
-def test_texts_that_ended_are_drafted_from(folder: Path) -> None:
-    """Where a row has said nothing twice, only another row's text can be right: the same request, one later."""
+def test_texts_that_ended_are_drafted_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row has said nothing twice, only another row's text can be right: the same request, one later. There is
+    room for drafts all the time, also after the first text, which had none."""
+    monkeypatch.setattr(DraftBudget, "learn_drafts", lambda self, tally: None)
     one = SamplingParams(max_tokens=10, temperature=0.8, seed=5, ignore_eos=True)
     checkpoint = open_checkpoint(folder, load_format="dummy")
     found, right = [], []

@@ -35,8 +35,7 @@ from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, Drafts
-from paceline.runner.gpu.device_draft_model import DeviceDraftModel, DraftParts
-from paceline.runner.gpu.device_head import DeviceGuesser
+from paceline.runner.gpu.drafts.device_head import DeviceDraftModel, DeviceGuesser, DraftParts
 from paceline.runner.gpu.kernels.draft_layout import Proposals
 from paceline.runner.model_drafts import Index, ModelDrafter
 from paceline.runner.torch_step import TorchStep

@@ -120,6 +120,18 @@ def generate(folder: Path, storage: DenseStorage | DeviceStorage) -> tuple[list[
     return list(found.values()), [logprobs[key] for key in sorted(logprobs)]
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_four_bits_give_up_the_end_of_a_group_that_reaches_far(sign: float) -> None:
+    """And that end alone."""
+    values = sign * torch.cat([torch.zeros(64), torch.linspace(0, 1, 63), torch.tensor([1.2])])[None]
+    numbers, scale, offset = group_numbers(values, 128, torch.float32)
+    kept = numbers.float() * scale + offset
+    near, far = (kept.min(), kept.max()) if sign > 0 else (kept.max(), kept.min())
+    assert near.abs() < 1e-6 and 1.0 < sign * far < 1.18
+    whole = (values * 15 / 1.2).round() * 1.2 / 15
+    assert (kept - values).square().sum() < 0.97 * (whole - values).square().sum()
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_weights_are_rounded_the_same_in_every_kind_of_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str

@@ -20,7 +20,7 @@ if reason := reason_to_skip():
     pytest.skip(reason, allow_module_level=True)
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.plan import RowLogprobs, Runner
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams

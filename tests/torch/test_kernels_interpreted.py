@@ -84,6 +84,12 @@ def test_rope_and_kv_write(rotary_dim: int, has_norm: bool) -> None:
     cases.check_rope_kv_write(SMALL, 9, rotary_dim=rotary_dim, has_norm=has_norm)
 
 
+@pytest.mark.parametrize("rotary_dim", [64, 32, 24])
+def test_placed_keys_are_turned(rotary_dim: int) -> None:
+    cases.check_place_kv(SMALL, 37, rotary_dim=rotary_dim)
+    cases.check_place_kv(replace(SMALL, kv_heads=3, head_dim=96), 9, rotary_dim=rotary_dim)
+
+
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_residual_and_norm(parts: int) -> None:
     small.check_residual_norm(SMALL, 3, 100, parts=parts)

@@ -13,7 +13,7 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.config.engine import KVConfig, ModelConfig
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.plan import NO_SWAPS, BlockCopies, Swaps
 from paceline.errors import ConfigError
 from paceline.lab.bench.machine import engine_sizes

@@ -126,6 +126,28 @@ def test_a_stop_string_ends_the_text_and_the_tokens(llm: LLM, included: bool) ->
     assert (part.finish_reason, part.stop_reason) == ("stop", stop)
 
 
+def test_a_step_may_bring_tokens_behind_a_stop_string(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS, speculative_config="ngram") as llm:
+        whole = one(llm, "hello there", LETTERS).outputs[0]
+        stop = whole.text[3:5]
+        end = whole.text.index(stop) + len(stop)
+        told = replace(LETTERS, stop=(stop,), logprobs=1, prediction=tuple(whole.token_ids))
+        counters = llm.loaded.engine.scheduler.state.counters
+        for _ in range(
+            20
+        ):  # until a step has brought more than the stop: how many drafts it has hangs on its time
+            before = counters.accepted_tokens
+            part = one(llm, "hello there", told).outputs[0]
+            assert part.token_ids == whole.token_ids[:end]
+            assert part.logprobs is not None and len(part.logprobs) == end
+            assert part.cumulative_logprob == pytest.approx(
+                sum(entry[token].logprob for entry, token in zip(part.logprobs, part.token_ids, strict=True))
+            )
+            if counters.accepted_tokens - before >= end:
+                return
+        pytest.fail("no step had drafts behind the stop")
+
+
 def test_a_stop_id_is_counted_and_not_shown(llm: LLM) -> None:
     whole = one(llm, "hello there", LETTERS).outputs[0]
     stop = whole.token_ids[6]
@@ -272,7 +294,7 @@ def test_an_argument_of_a_call_suggests_the_closest(llm: LLM) -> None:
 
 
 def test_prompts_with_more_than_text_are_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="multi_modal_data is not supported: models read text only"):
+    with pytest.raises(InvalidRequest, match="multi_modal_data is not supported: give pictures in messages"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": object()}}, GREEDY, use_tqdm=False)
 
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.models.files.open import open_checkpoint
-from paceline.runner.cpu import StepCompute
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.model import objection
+from tests.bits import Between
 from tests.torch.pairwise import covering, pairs_of, product
 from tests.torch.parity import (
     BACKENDS,
@@ -116,19 +116,12 @@ def test_a_wrong_weight_is_noticed() -> None:
     assert outcome.worst > TOLERANCE
 
 
-class Misplaced:
+class Misplaced(Between):
     """Steps whose rows all read the same block as their second one."""
-
-    def __init__(self, compute: StepCompute) -> None:
-        self.spec = compute.spec
-        self.kv = compute.kv
-        self.logits = compute.logits
-        self.work = compute.work
-        self._compute = compute
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
         rows.tables[0][:, 1] = 1
-        return self._compute.forward(rows, batch, due)
+        return super().forward(rows, batch, due)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.runner.cpu import StepCompute
 from paceline.runner.device_rows import DeviceRows, FlatBatch
+from tests.bits import Between
 from tests.torch.parity import BACKENDS, Play, Scenario, fill_blocks, subject
 
 FAILING = (2, 20, 45)  # steps
@@ -19,20 +20,16 @@ class DeviceLost(RuntimeError):
     """An injected failure."""
 
 
-class Failing:
+class Failing(Between):
     """Steps of which some fail after they have written everywhere on the device."""
 
     def __init__(self, compute: StepCompute) -> None:
-        self.spec = compute.spec
-        self.kv = compute.kv
-        self.logits = compute.logits
-        self.work = compute.work
-        self._compute = compute
+        super().__init__(compute)
         self._calls = 0
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: NDArray[np.int64]) -> NDArray[np.bool_]:
         self._calls += 1
-        good = self._compute.forward(rows, batch, due)
+        good = super().forward(rows, batch, due)
         if self._calls in FAILING:
             fill_blocks(self._compute, float("nan"), first=0)
             raise DeviceLost(f"call {self._calls}")

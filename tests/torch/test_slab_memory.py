@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,13 @@ from paceline.runner.gpu.slab_memory import (
     SlabMemory,
     choose_slab_bytes,
 )
+from tests.model_folder import write_model
 
 CPU = torch.device("cpu")
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
-def spec_of(folder: Path, **changes: int) -> ModelSpec:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+def spec_of(folder: Path, **changes: Any) -> ModelSpec:
+    write_model(folder, vocab_size=64, max_position_embeddings=512, tie_word_embeddings=True, **changes)
     return open_checkpoint(folder, load_format="dummy").spec
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.encoder import EncoderWork
 from paceline.config.engine import (
-    EncoderWork,
     EngineConfig,
     GroupSpec,
     KVConfig,
@@ -43,6 +43,7 @@ from paceline.core.plan import (
     BlockCopies,
     DraftTally,
     Moves,
+    Placements,
     RowCopies,
     RowDrops,
     RowJoins,
@@ -73,6 +74,7 @@ _ALIGNED = (
     RowCopies,
     Swaps,
     Moves,
+    Placements,
     RowDrops,
 )
 _FEW = 24  # entries that are looked at faster one by one
@@ -213,9 +215,13 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "wishes": tuple,
     "tree": tuple,
     "kv_keep": tuple,
+    "pin": tuple,
     "pooling": lambda pooled: (pooled[0], tuple(pooled[1])),
     "media": lambda items: tuple((bytes.fromhex(key), units, outputs) for key, units, outputs in items),
     "stretches": lambda stretches: tuple(map(tuple, stretches)),
+    "modules": lambda modules: tuple(
+        (tuple(map(bytes.fromhex, keys)), count, again) for keys, count, again in modules
+    ),
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,
     "reason": BlockReason,

@@ -33,6 +33,7 @@ _ENDS = {
     Rule.STOP: "reached a stop",
     Rule.LENGTH: "reached its length",
     Rule.VECTOR: "has its vector",
+    Rule.CONTEXT: "has computed its context",
     Rule.DEADLINE: "was ended: its deadline had passed",
     Rule.PRUNED: "was pruned",
     Rule.HOLD_OVER: "was held at its end, nothing came of it, and it was let go",
@@ -54,8 +55,10 @@ _CUTS = {
 _REFUSALS = {
     Rule.QUEUE_FULL: "the queue was full",
     Rule.CONTEXT_LENGTH: "it asked for more tokens than the model's context holds",
+    Rule.PIN_LIMIT: "as much was pinned as may be",
     Rule.TREE_LIMIT: "its tree has as many branches or tokens as it may",
     Rule.MEDIA: "it has pictures that this engine cannot encode",
+    Rule.MODULES: "it has contexts that this engine cannot place",
     Rule.POOLING: "it wanted a vector that this engine does not make",
     Rule.KV_KEEP: "it wanted to drop parts of its KV, which this engine cannot do",
     Rule.KV_CAPACITY: "its tokens do not fit into the KV cache even when that is empty",
@@ -172,6 +175,10 @@ def _defer(run: list[Decision], past: list[Decision]) -> str:
         return f"{start}the step had no tokens left, {by}"
     if decision.reason is Rule.PREFIX:
         return f"{start}{named} was computing a beginning that it can share"
+    if decision.reason is Rule.MODULE:
+        return f"{start}a context that it places was not computed yet"
+    if decision.reason is Rule.MODULE_EVICTED:
+        return f"{start}a context that it places was evicted while it waited, and was computed again before all others"
     if decision.reason is Rule.TREE_ROWS:
         return f"{start}its tree had as many rows as it may"
     if decision.reason is Rule.SWAP:
@@ -228,8 +235,44 @@ def _encode(run: list[Decision], past: list[Decision]) -> str:
     return "; ".join(f"its {_words(each)} {how} {each.detail.partition(': ')[2]}" for each in run)
 
 
+def _place(run: list[Decision], past: list[Decision]) -> str:
+    return "; ".join(
+        f"{_count(each.value, 'token')} of its {_of(each)} were copied to their place at step {each.step}, "
+        f"{each.detail.partition(': ')[2]}"
+        for each in run
+    )
+
+
+def _of(decision: Decision) -> str:
+    return decision.detail.partition(": ")[0]
+
+
 def _words(decision: Decision) -> str:
     return f"{decision.detail.partition(': ')[0]} ({_count(decision.value, 'token')})"
+
+
+def _pin(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    what = "of a context" if decision.reason is Rule.CONTEXT else "of its prompt"
+    return (
+        f"the first {_count(decision.value, 'token')} {what} ({_count(decision.blocks_needed, 'block')}) were pinned "
+        f"before step {decision.step}, for {format_time(decision.seconds)}"
+    )
+
+
+def _unpin(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    return (
+        f"the pin of its first {_count(decision.value, 'token')} ended before step {decision.step}: "
+        f"{_UNPINNED[decision.reason]}"
+    )
+
+
+_UNPINNED = {
+    Rule.OVER: "its time was over",
+    Rule.DELETED: "it was deleted",
+    Rule.LOST: "its blocks were lost with a step, a sleep or the cache",
+}
 
 
 def _stall(run: list[Decision], past: list[Decision]) -> str:
@@ -308,6 +351,9 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.LOAD: _load,
     DecisionKind.CHUNK: _chunk,
     DecisionKind.ENCODE: _encode,
+    DecisionKind.PLACE: _place,
+    DecisionKind.PIN: _pin,
+    DecisionKind.UNPIN: _unpin,
     DecisionKind.STALL: _stall,
     DecisionKind.PREEMPT: _preempt,
     DecisionKind.CHANGE: _change,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.llm.outputs import RequestOutput
 
 Show = Callable[[str], None]
-Conversation = list[dict[str, str]]
+Conversation = list[dict[str, Any]]
 INTERRUPTED = 130  # the exit code
 
 

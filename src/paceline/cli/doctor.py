@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from paceline.cli.command import Command
 from paceline.cli.terminal import columns
 from paceline.config.options import option
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.models.files.fetch import (
     DEFAULT_MODEL,
     MINILM,
@@ -31,6 +31,8 @@ from paceline.models.files.fetch import (
 )
 from paceline.runner.device import driver_gpus, why_no_gpu
 from paceline.runner.machine_load import REFRESH_S, MachineLoad, busy_sentence, cores_allowed
+from paceline.runner.native.isa import VARIABLE as ISA_VARIABLE
+from paceline.runner.native.isa import host_isa, missing_flags
 from paceline.version import __version__
 
 HELP = """
@@ -92,6 +94,8 @@ def _instructions(found: dict[str, bool]) -> str:
 
 
 def _kernels_line(found: dict[str, Any]) -> str:
+    if found["error"]:
+        return "cannot be used"
     if found["gops_per_core"] is None:
         return f"{found['title']}; not compiled yet: paceline warm compiles them, else the first start does"
     return f"{found['title']}, {found['gops_per_core']:.0f} GOPS per core in a 4-bit product"
@@ -116,7 +120,9 @@ INSTRUCTIONS = {
 # ARM machines name their cores by number only.
 ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
 KV_SPACE = "PACELINE_CPU_KVCACHE_SPACE"
+CHECK_VARIABLE = "PACELINE_NATIVE_CHECK"
 VARIABLES = (
+    *(ISA_VARIABLE, CHECK_VARIABLE),
     *(ROOT_VARIABLE, KV_SPACE, "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR"),
 )
@@ -185,7 +191,6 @@ def _versions() -> dict[str, str | None]:
 def _kernels() -> Facts:
     """What steps on the CPU are computed with, and how fast; nothing is compiled for it."""
     from paceline.runner.native.code import has_host_code, host_code
-    from paceline.runner.native.isa import host_isa, missing_flags
     from paceline.runner.native.speed import core_gops
 
     found: Facts = {"isa": None, "title": "none", "missing": [], "gops_per_core": None, "error": None}
@@ -194,6 +199,8 @@ def _kernels() -> Facts:
         found |= {"isa": isa.name, "title": isa.title, "missing": sorted(missing_flags())}
         if has_host_code():
             found["gops_per_core"] = round(core_gops(host_code(lambda stage: None)), 1)
+    except ConfigError as error:
+        found["error"] = str(error)
     except Exception as error:  # a broken installation fails in many ways
         found["error"] = f"{type(error).__name__}: {error}"
     return found
@@ -294,15 +301,17 @@ def _installation(facts: Facts) -> Iterator[MachineProblem]:
 def _arithmetic(facts: Facts) -> Iterator[MachineProblem]:
     cpu = facts["cpu"]
     kernels = cpu["kernels"]
-    if kernels["error"]:
+    if kernels["error"] and kernels["error"].startswith(ISA_VARIABLE):
+        text = f"{kernels['error']}; set it to one of these, or remove it"
+        yield MachineProblem(text, is_broken=True)
+    elif kernels["error"]:
         yield MachineProblem(
             f"the CPU kernels cannot be used ({kernels['error']}); models run on a GPU or with paceline[torch] only"
         )
     elif kernels["isa"] == "plain":
-        yield MachineProblem(
-            f"this processor has no {', '.join(kernels['missing'])}: the CPU kernels run without dot products, "
-            "several times slower"
-        )
+        lacks = f"this processor has no {', '.join(kernels['missing'])}"
+        why = lacks if kernels["missing"] else f"{ISA_VARIABLE} asks for plain"
+        yield MachineProblem(f"{why}: the CPU kernels run without dot products, several times slower")
     if cpu["is_busy"]:
         yield MachineProblem(busy_sentence(cpu["used_by_others"], cpu["cores"]))
     if facts["gpu_error"]:

@@ -43,7 +43,7 @@ SamplingOptions = make_dataclass(
     frozen=True,
 )
 # What the commands take that answer a prompt with a model.
-ANSWERING = (SamplingOptions, "Sampling", "Model", "KV cache")
+ANSWERING = (SamplingOptions, "Sampling", "Model", "KV cache", "Pictures")
 RANDOM_SEED = {"seed": "random"}
 
 

@@ -15,6 +15,7 @@ from paceline.cli.bench.flags import BENCH
 from paceline.cli.chat.run import CHAT
 from paceline.cli.command import CommandGroup, dashed
 from paceline.cli.completion import ASK, COMPLETION, complete
+from paceline.cli.contexts import CONTEXTS
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
 from paceline.cli.embed import EMBED
@@ -38,7 +39,7 @@ PACELINE = CommandGroup(
     help="An LLM inference engine built around continuous batching.",
     version=f"paceline {__version__}",
     headings={
-        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH, EMBED),
+        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH, EMBED, CONTEXTS),
         "Models": (*MODELS, TRAIN_HEAD),
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from paceline.cli.command import Command
 from paceline.cli.flags import ANSWERING, RANDOM_SEED, engine_options, find_model, given_sampling
+from paceline.cli.pictures import content_with
 from paceline.config.options import option
 from paceline.errors import InputError
 
@@ -20,6 +21,7 @@ Answer one prompt and print the answer as it is generated.
 
   paceline run "Name three rivers."
   paceline run --raw --max-tokens 40 "Once upon a time"
+  paceline run --image cat.jpg "What is it?"
   cat notes.txt | paceline run --model org/model -
 
 The prompt is a chat message if the model has a chat template; without one, or with --raw, the text is continued.
@@ -35,6 +37,9 @@ class RunOptions:
 
     prompt: str | None = option(None, "the prompt; -: read standard input", argument=True, metavar="PROMPT")
     system_prompt: str | None = option(None, "instructions for the model", basic=True)
+    image: str | None = option(
+        None, "show the model a picture; commas for several", basic=True, metavar="FILE"
+    )
     raw: bool = option(False, "continue the prompt as text instead of answering it", basic=True)
     stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
 
@@ -43,7 +48,10 @@ def _run(values: Mapping[str, Any]) -> None:
     engine, given = engine_options(values), given_sampling(values)
     if values["raw"] and values["system_prompt"] is not None:
         raise InputError("--system-prompt is part of a conversation and --raw has none; give one of them")
+    if values["raw"] and values["image"]:
+        raise InputError("--image is part of a conversation and --raw has none; give one of them")
     prompt = read_prompt(values["prompt"])
+    content = content_with(prompt, values["image"])
     find_model(engine)
 
     from paceline.cli.answering import Talker
@@ -51,10 +59,10 @@ def _run(values: Mapping[str, Any]) -> None:
 
     printer = Printer(sys.stdout)
     with Talker(engine) as talker:
-        if values["raw"] or not talker.has_template:
+        if values["raw"] or not (talker.has_template or values["image"]):
             answer = talker.complete(prompt, given, printer.show)
         else:
-            messages = conversation(values["system_prompt"], prompt)
+            messages = conversation(values["system_prompt"], content)
             answer = talker.reply(messages, given, printer.show)
         printer.end_line()
         if values["stats"]:
@@ -78,8 +86,10 @@ def read_prompt(given: str | None) -> str:
     return prompt
 
 
-def conversation(system_prompt: str | None, prompt: str) -> list[dict[str, str]]:
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+def conversation(system_prompt: str | None, prompt: Any) -> list[dict[str, Any]]:
+    system: list[dict[str, Any]] = (
+        [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    )
     return [*system, {"role": "user", "content": prompt}]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from paceline.config.encoder import ENCODE_PARTS, EncoderWork, MediaOptions
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
 from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
@@ -27,6 +28,7 @@ STATIC_ORDERS = ("fifo", "sorted")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+REUSE = ("exact", "blend")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")  # the two of fp8 are one type
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 MADE_ON_LOADING = ("fp8", "int8", "int4")  # of weights that are not quantised yet
@@ -80,9 +82,9 @@ class KVConfig:
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
     num_disk_blocks: int = 0  # and those that the host evicts, on a disk
-    num_staging_blocks: int = (
-        0  # of the host's, those that are only the way to the disk; 0: it keeps prefixes
-    )
+    # Of the host's, those that are only the way to the disk; 0: it keeps prefixes.
+    # Of the host's, those that are only the way to the disk; 0: it keeps prefixes.
+    num_staging_blocks: int = 0
     # Where models share memory: blocks that come and go together, and how few there are at least while it computes.
     slab_blocks: int = 0  # 0: all blocks are there for good
     least_blocks: int = 0
@@ -111,8 +113,8 @@ class StepCosts:
     A step runs as long as one of the next larger size, and longer for what its rows read.
     """
 
-    # Tokens of a step, ascending; no step is held to fewer tokens of prompts than the first.
-    sizes: tuple[int, ...]
+    LONG: ClassVar = 32  # tokens of every step that are for long prompts
+    sizes: tuple[int, ...]  # tokens of a step, ascending; other prompts get no fewer than the first
     seconds: tuple[float, ...]  # of a step of each size, attention left out
     context_s: float = 0.0  # more, for each token of context that decoding rows read
     product_s: float = 0.0  # more, for each pair of a prompt token and a token before it
@@ -143,9 +145,10 @@ class LearnedSteps:
     least: int = 16  # tokens for prompts, however slow steps are
     most: int = 512  # tokens of a step, however quick
     most_alone: int = 512
+    product_s: float = 0.0  # about what each pair of a prompt token and one before it takes; 0: nothing
 
     def __post_init__(self) -> None:
-        numbers = (self.fixed_s, self.token_s, self.beside_s, self.alone_s)
+        numbers = (self.fixed_s, self.token_s, self.beside_s, self.alone_s, self.product_s)
         if not all(math.isfinite(number) and number >= 0.0 for number in numbers) or self.token_s <= 0.0:
             raise ConfigError("what a step takes must be finite numbers that are not negative")
         if self.least < 1 or self.most < 1 or self.most_alone < 1:
@@ -167,24 +170,6 @@ class PreemptionCosts:
         finite = (self.token_s, self.product_s, self.step_s, self.disk_block_s, self.disk_write_s)
         if not all(math.isfinite(number) and number >= 0.0 for number in finite) or not self.block_s >= 0.0:
             raise ConfigError("what preemption costs must be numbers that are not negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderWork:
-    """The encoder of a model that sees pictures, and what its work takes."""
-
-    layers: int
-    num_pages: int  # in memory, for its vectors
-    max_units: int  # of a group of items, unless one of them has more
-    page_vectors: int = 64
-    token_positions: float = 1.0  # positions of its line that take as long as a token of a prompt
-    product_share: float = 0.0  # of the time of a position, more for each unit that it attends to
-
-    def positions_of_a_token(self, products: int) -> float:
-        return self.token_positions / (1.0 + self.product_share * products)
-
-    def pages_of(self, outputs: int) -> int:
-        return -(-outputs // self.page_vectors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +201,12 @@ class SchedulerConfig:
         low=0,
         panel="Step size",
         default_text="measured on a CPU",
+    )
+    max_pinned_fraction: float = option(
+        0.25, "most of the KV cache that contexts and prompts pin", low=0.0, high=1.0, panel="KV cache"
+    )
+    max_pinned_fraction_per_key: float = option(
+        0.1, "most of the KV cache that those of one key pin", low=0.0, high=1.0, panel="KV cache"
     )
     step_target_ms: float | None = option(
         None,
@@ -337,6 +328,13 @@ class SchedulerConfig:
     max_preemptions: int = option(
         4, "preemptions after which a request is not preempted again", low=0, panel="Queue and preemption"
     )
+    encode: str = option(
+        "pieces",
+        "how a picture is encoded: in pieces, as much as the share of its request in each step pays for, or whole in "
+        "one step, as other engines do",
+        choices=ENCODE_PARTS,
+        panel="Batching",
+    )
     max_queue: int = option(10_000, "most waiting requests", low=1, panel="Queue and preemption")
     max_queue_tokens: int = option(
         100_000_000, "most prompt tokens of waiting requests", low=1, panel="Queue and preemption"
@@ -348,7 +346,7 @@ class SchedulerConfig:
     preemption_costs: PreemptionCosts | None = None  # of the machine; None: nothing is known
     learned_steps: LearnedSteps | None = None  # None: sizes of steps are constants, or follow from a pace
     drafts: DraftConfig | None = None  # None: one token per row and step
-    pools: tuple[str, ...] = ()  # kinds of vectors that the runner makes; see core.pooling
+    pools: tuple[str, ...] = ()  # kinds of vectors that the runner makes; see core.parameters
     only_pools: bool = False  # and nothing else
     encoder: EncoderWork | None = None  # None: there are no pictures
 
@@ -398,11 +396,11 @@ class SchedulerConfig:
             return min(self.learned_steps.least, self.max_num_batched_tokens)
         if not self.keeps_pace or self.step_costs is None:
             return self.max_num_batched_tokens
-        return min(self.step_costs.sizes[0], self.max_num_batched_tokens)
+        return min(self.step_costs.sizes[0], StepCosts.LONG, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(CheckedOptions):
+class ModelConfig(MediaOptions):
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
     PANEL: ClassVar = "Model"
@@ -501,6 +499,16 @@ class ModelConfig(CheckedOptions):
         None, "folder below which adapters may be loaded while serving", panel="Adapters", metavar="FOLDER"
     )
     max_lora_rank: int = option(16, "largest rank of an adapter", low=1, high=512, panel="Adapters")
+    encoder_cache_tokens: int | None = option(
+        None,
+        "most vectors of pictures in memory, those that requests wait for included",
+        low=1,
+        panel="KV cache",
+        default_text="8192, or the longest sequence if that is more",
+    )
+    context_reuse: str = option(
+        "exact", "how contexts may be used; blend: offered if a check at the start keeps 85 %", choices=REUSE
+    )
     pooling: str = option(
         "auto",
         "what the vector of a text is; auto: what the model's files say; last or mean: of any model, which then "

@@ -54,6 +54,24 @@ class ApiConfig(CheckedOptions):
         None, "most tokens of reasoning in an answer; a request may ask for fewer", low=0
     )
 
+    allowed_media_domains: str = option(
+        "",
+        "hosts from which pictures are fetched that requests link to; commas for several; none: links are refused",
+        panel="Pictures",
+        metavar="HOST",
+    )
+    max_media_body_bytes: int = option(
+        32 * MIB,
+        "largest request body where a model sees pictures",
+        low=1024,
+        high=1024 * MIB,
+        panel="Pictures",
+    )
+
+    @property
+    def media_domains(self) -> tuple[str, ...]:
+        return split_list(self.allowed_media_domains)
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names given for the model; empty when it keeps its own."""

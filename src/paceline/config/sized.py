@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, PreemptionCosts, SchedulerConfig
+from paceline.config.encoder import EncoderWork
+from paceline.config.engine import (
+    EngineConfig,
+    GroupSpec,
+    KVConfig,
+    PreemptionCosts,
+    SchedulerConfig,
+)
 from paceline.config.options import pick
 from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
@@ -46,6 +53,11 @@ def with_pools(config: EngineConfig, pools: tuple[str, ...], *, only: bool) -> E
     return replace(config, scheduler=replace(config.scheduler, pools=pools, only_pools=only))
 
 
+def with_encoder(config: EngineConfig, work: EncoderWork) -> EngineConfig:
+    """With an encoder of pictures."""
+    return replace(config, scheduler=replace(config.scheduler, encoder=work))
+
+
 def weighs_preemption(config: EngineConfig) -> bool:
     """Whether anything is decided by what preemption costs; if not, nothing is measured."""
     return config.kv.num_host_blocks > 0 or config.scheduler.scheduling_policy != "fcfs"
@@ -69,7 +81,7 @@ def engine_config(windows: Sequence[int | None], sizes: Mapping[str, Any]) -> En
 
 
 def _scheduler_config(sizes: Mapping[str, Any]) -> SchedulerConfig:
-    config = SchedulerConfig(**pick(SchedulerConfig, sizes))
+    config = SchedulerConfig(**pick(SchedulerConfig, sizes), pools=sizes.get("pools", ()))
     # A pace and a dial learn in their own way; padded batches have one size.
     if config.step_target_ms or config.has_dial or config.mode != "continuous":
         return config

@@ -32,6 +32,12 @@ class CPUWork:
     phase_s: dict[str, float] = field(default_factory=dict)
     call_s: float = 0.0  # seconds in the calls that compute steps
 
+    def plus(self, other: CPUWork) -> CPUWork:
+        """With what others have done in the same steps."""
+        names = {**self.phase_s, **other.phase_s}
+        phases = {name: self.phase_s.get(name, 0.0) + other.phase_s.get(name, 0.0) for name in names}
+        return CPUWork(self.threads, phases, self.call_s + other.call_s)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
@@ -69,6 +75,23 @@ class SlabUse(NamedTuple):
     all: int = 0
 
 
+class PinUse(NamedTuple):
+    """Pins at one moment, and the blocks that they have and may have."""
+
+    pins: int = 0
+    blocks: int = 0
+    most: int = 0
+    most_of_key: int = 0
+
+
+class MediaUse(NamedTuple):
+    """Pages of vectors of pictures at one moment."""
+
+    held: int = 0  # that rows and the group under way have
+    cached: int = 0  # of pictures that no row has
+    pages: int = 0
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""
@@ -83,6 +106,19 @@ class Counters:
     extended: int = 0  # times that tokens were put into a request
     vectors: int = 0  # requests that ended with one
     pooled_tokens: int = 0  # of their prompts
+    media_queries: int = 0  # pictures that rows came to
+    media_hits: int = 0  # of these, with vectors that were there
+    encoded: int = 0  # pictures
+    encoded_units: int = 0
+    # Of placed texts: tokens whose KV was copied to their place, and those that were computed again.
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    encode_positions: int = 0  # of encoders' lines, in all steps submitted
+    encode_as_tokens: float = 0.0  # tokens of prompts that take as long as these
+    encode_waits: int = 0  # times that a row waited for vectors
+    encode_wait_s: float = 0.0
+    pinned: int = 0  # times that a prompt was
+    pins_lost: int = 0  # before their time
     held: int = 0  # times that one was kept at its end
     holding: int = 0  # that are kept now
     late_results: int = 0
@@ -145,4 +181,5 @@ class Counters:
         self.decode_context += work.decode_context
         self.context_products += work.decode_context + work.prefill_context_products
         self.logit_rows += work.logit_rows
+        self.encode_positions += work.encode_positions
         self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1

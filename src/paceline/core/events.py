@@ -7,7 +7,7 @@ request that comes or goes inside a step, and a tuple costs less than half of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -76,6 +76,25 @@ class StepEvents(NamedTuple):
     held: tuple[Held, ...] = ()
 
 
+@dataclass(slots=True)
+class EventBuffer:
+    """Events that have not been taken yet."""
+
+    tokens: list[TokenEvents] = field(default_factory=list)
+    logprobs: list[LogprobEvent] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+    def take(self) -> StepEvents:
+        """All of them; the buffer is empty afterwards."""
+        events = StepEvents(tuple(self.tokens), tuple(self.logprobs), tuple(self.finished), tuple(self.held))
+        self.tokens.clear()
+        self.logprobs.clear()
+        self.finished.clear()
+        self.held.clear()
+        return events
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """When a request is expected to have its first and last token, in seconds from now on."""
@@ -122,7 +141,10 @@ class DecisionKind(StrEnum):
     DIAL = "dial"  # about no request: the limits of steps were moved
     POLICY = "policy"  # about no request: others go first
     LOAD = "load"  # of what lower levels hold of its prompt: loaded, waited for or computed
+    PIN = "pin"  # its prompt stays in the cache
+    UNPIN = "unpin"  # not any more
     ENCODE = "encode"  # an item of its prompt has vectors
+    PLACE = "place"  # KV of a context is copied to its place in the prompt
     DRAFT = "draft"  # about no request: rows may have more drafts in a step, or fewer
 
 
@@ -156,12 +178,25 @@ class Rule(StrEnum):
     ASLEEP = "asleep"  # its model slept; seconds: from its arrival to the first step after the wake
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
+    MODULE = "module"  # a context that it places is not computed yet; others may pass
+    MODULE_EVICTED = (
+        "module evicted"  # the same, once more: it was evicted while it waited, and no request passes
+    )
     SHARE = "share"  # others wait: one prompt takes no more of a step
     GROUP = "group"  # chunk: its next item is not encoded yet
     PAGES = "pages"  # chunk: there is no room yet for the vectors of its next item
     # encode
     ENCODED = "encoded"
     FOUND_ENCODED = "found encoded"  # it was encoded before, or for another request
+    # place: value is how many tokens are copied, blocks_needed out of how many blocks
+    PLACED = "placed"
+    # pin, and finish of a request that came for that alone
+    PROMPT = "prompt"  # until the time it asked for
+    CONTEXT = "context"  # of which its prompt is a part
+    # unpin
+    OVER = "over"  # its time
+    DELETED = "deleted"
+    LOST = "lost"  # its blocks can not be hit any more
     # load
     LOADS = "sooner than computing"
     COMPUTES = "computing is sooner"
@@ -205,7 +240,9 @@ class Rule(StrEnum):
     KV_CAPACITY = "kv_capacity"
     KV_KEEP = "kv_keep"  # it wants to drop KV, and this engine cannot
     MEDIA = "media"  # it has items that this engine cannot encode
+    MODULES = "modules"  # it has texts that this engine cannot place
     POOLING = "pooling"  # it wants a vector, and this engine makes none of that kind
+    PIN_LIMIT = "pin_limit"  # there is no room for the pin that it came for
     TREE_LIMIT = "tree_limit"  # its tree has as many branches or tokens as it may
     DEADLINE_INFEASIBLE = "deadline_infeasible"  # its times cannot be kept as things stand
     DEADLINE_IMPOSSIBLE = "deadline_impossible"  # not even if it were alone
@@ -248,6 +285,7 @@ class Decision(NamedTuple):
     | load           | tokens                         |                                    | expected, of loading|
     | finish, refuse | tokens generated; requested    |                                    |                     |
     | dial           | thousandths of the dial        |                                    | the p99 observed    |
+    | pin, unpin     | tokens                         |                                    | pinned for (pin)    |
     | encode         | vectors                        |                                    |                     |
     | draft          | most drafts of a row           |                                    |                     |
     """

@@ -14,9 +14,16 @@ from typing import ClassVar, TypeVar, dataclass_transform
 import numpy as np
 
 from paceline.core.dial import DialKind
-from paceline.core.kv_keep import KVKeep
-from paceline.core.pooling import PoolingParams
-from paceline.core.request import DEFAULT_TENANT, BlockReason, Request, RequestId, TreeLimits, named_keys
+from paceline.core.parameters import KVKeep, Pin, PoolingParams
+from paceline.core.request import (
+    DEFAULT_TENANT,
+    BlockReason,
+    ModuleRef,
+    Request,
+    RequestId,
+    TreeLimits,
+    named_keys,
+)
 from paceline.core.sampling import DEFAULT_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel
 from paceline.core.stretch import MediaItem, Stretch, StretchKind
@@ -70,18 +77,22 @@ class AddRequest(Input):
     score: float = 0.0
     hold_s: float | None = None  # how long it is held at its end; None: it is not
     tree: tuple[int | None, int | None, int] | None = None  # limits of its tree: rows, tokens, branches
-    cache_s: int | None = None  # how long its prompt is to stay cached
+    # What of its prompt is to stay cached: seconds, the name of a context, tokens, whether it computes that alone.
+    pin: tuple[int, str, int | None, bool] | None = None
     cache_share: float = 1.0  # of its tenant
     kv_keep: tuple[int, int] | None = None  # first and recent tokens whose KV is kept; None: all are
     # It ends with a vector: the kind, and the token ids of choice.
     pooling: tuple[str, tuple[int, ...]] | None = None
     media: tuple[tuple[bytes, int, int], ...] = ()  # of each item: its key, units, vectors
-    stretches: tuple[tuple[int, int, int, int], ...] = ()  # start, end, kind, place among the items
+    stretches: tuple[tuple[int, int, int, int], ...] = ()  # start, end, kind, place among items or modules
+    # Of each module: the keys of its blocks, its tokens, and how many of them are computed again.
+    modules: tuple[tuple[tuple[bytes, ...], int, int], ...] = ()
+    is_module: bool = False
 
     @classmethod
     def of(cls, request: Request, together: int) -> AddRequest:
         wanted, limits = request.sampling, request.tree_limits
-        kept, pooled = wanted.kv_keep, wanted.pooling
+        kept, pooled, pin = wanted.kv_keep, wanted.pooling, wanted.pin
         wishes = (wanted.deadline_ms, wanted.ttft_slo_ms, wanted.itl_slo_ms, wanted.on_infeasible)
         return cls(
             id=request.id,
@@ -103,12 +114,16 @@ class AddRequest(Input):
             score=request.score,
             hold_s=wanted.hold_s if wanted.on_stop == "hold" else None,
             tree=None if limits is None else (limits.max_rows, limits.max_tokens, limits.max_branches),
-            cache_s=wanted.prompt_cache_s,
+            pin=None if pin is None else (pin.ttl_s, pin.name, pin.num_tokens, pin.computes),
             cache_share=wanted.cache_share,
             kv_keep=None if kept is None else (kept.first, kept.recent),
             pooling=None if pooled is None else (pooled.kind, pooled.token_ids),
             media=tuple([(item.key, item.units, item.outputs) for item in request.media]),
             stretches=tuple([(start, end, int(kind), item) for start, end, kind, item in request.stretches]),
+            modules=tuple(
+                [(tuple([key.key for key in m.keys]), m.num_tokens, m.recompute) for m in request.modules]
+            ),
+            is_module=request.is_module,
         )
 
     def make_request(self) -> Request:
@@ -125,7 +140,9 @@ class AddRequest(Input):
                 on_infeasible=on_infeasible,
                 on_stop="end" if self.hold_s is None else "hold",
                 hold_s=DEFAULT_HOLD_S if self.hold_s is None else self.hold_s,
-                prompt_cache_s=self.cache_s,
+                pin=None
+                if self.pin is None
+                else Pin(ttl_s=self.pin[0], name=self.pin[1], num_tokens=self.pin[2], computes=self.pin[3]),
                 cache_share=self.cache_share,
                 kv_keep=None
                 if self.kv_keep is None
@@ -146,6 +163,13 @@ class AddRequest(Input):
         request.stretches = tuple(
             [Stretch(start, end, StretchKind(kind), item) for start, end, kind, item in self.stretches]
         )
+        request.modules = tuple(
+            [
+                ModuleRef(keys=tuple(named_keys(keys)), num_tokens=count, recompute=again)
+                for keys, count, again in self.modules
+            ]
+        )
+        request.is_module = self.is_module
         request.shares = self.num_prompt if self.shares is None else self.shares
         request.score = self.score
         if self.tree is not None:
@@ -247,6 +271,14 @@ class Unblock(Input):
 @_logged_as("reset_cache")
 class ResetCache(Input):
     """Every cached prefix is dropped."""
+
+
+@_logged_as("unpin")
+class Unpin(Input):
+    """A pin ends before its time."""
+
+    tenant: str
+    name: str
 
 
 @_logged_as("adapter")

@@ -2,8 +2,8 @@
 
 Both are frozen and plain: numpy arrays of integers, no request, no text. A plan is a delta against the plan
 before it; one with `full=True` rebuilds every row. The order inside a plan is fixed: leaves, joins, row copies,
-drops, block appends, swap-outs, block copies, swap-ins, encodes, then the computation. Moves between host and disk
-touch nothing that these do: a place is taken or given back only with a ticket.
+drops, block appends, swap-outs, block copies, placements, swap-ins, encodes, then the computation. Moves between host
+and disk touch nothing that these do: a place is taken or given back only with a ticket.
 """
 
 from __future__ import annotations
@@ -76,10 +76,19 @@ class RowJoins:
 
 @value
 class RowSpans:
-    """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed."""
+    """Rows that compute `num_scheduled` known tokens: prompts, chunks of them, and what is recomputed.
+
+    In a plan with placements, `start` says at which token each entry begins; in any other it is empty, and each entry
+    begins where its row stands. A row with placements may have several entries, in the order of its tokens: what lies
+    between two of them is placed by this plan, and the later one attends to all of it. A plan has at most
+    `MORE_SPANS` entries more than it has rows with spans. Columns of a runner that add to what a row has computed must
+    not count a row once for several entries (`a[rows] += n` does): a row has computed up to the end of its last entry,
+    or of its last placement where that is further.
+    """
 
     row: I32 = field(default_factory=_empty)
     num_scheduled: I32 = field(default_factory=_empty)
+    start: I32 = field(default_factory=_empty)
 
 
 @value
@@ -130,6 +139,36 @@ class RowCopies:
     source: I32 = field(default_factory=_empty)
     target: I32 = field(default_factory=_empty)
     num_tokens: I32 = field(default_factory=_empty)
+
+
+MORE_SPANS = 64  # runs of placed tokens in a plan, at most, and so entries of spans beyond one for each row
+
+
+@value
+class Placements:
+    """Runs of tokens whose KV is copied out of the blocks of a module, one entry for each run and layer group.
+
+    The tokens `start` to `start + count` of `row` get the KV of as many tokens of the module, which lie in its blocks
+    one behind the other: `blocks` has those of all runs, those of a run begin at its `offset`, and `first` is the place
+    of the run's first token in the first of them. Values are copied as they are; keys are turned by `shift` positions
+    (the distance from the place in the module, where they were turned first, to that in the prompt: 0 is a plain copy).
+
+        run     start 20  count 30  first 4  shift 8, blocks of 16 tokens, `blocks` [5, 9, 7] from `offset` on
+        copied  block 5 slots 4 to 15, block 9 slots 0 to 15, block 7 slots 0 and 1 -> tokens 20 to 49
+
+    Neither the first token of a run nor its end need be at the border of a block, of the row or of the module. The
+    blocks of the row are in its table by this plan at the latest. Sources are complete since an earlier step, stay as
+    they are until this step is done, and no run of a plan reads what another writes.
+    """
+
+    row: I32 = field(default_factory=_empty)
+    group: I32 = field(default_factory=_empty)
+    start: I32 = field(default_factory=_empty)
+    count: I32 = field(default_factory=_empty)
+    shift: I32 = field(default_factory=_empty)
+    first: I32 = field(default_factory=_empty)
+    offset: I32 = field(default_factory=_empty)
+    blocks: I32 = field(default_factory=_empty)
 
 
 @value
@@ -194,11 +233,12 @@ class StepWork:
     swap_blocks: int = 0  # 0 where prefixes move too: copies then run beside steps
     encode_positions: int = 0
     encode_products: int = 0  # pairs of a position and a unit it attends to
+    placed_tokens: int = 0  # copied to their place, not computed
 
     @property
     def has_more(self) -> bool:
         """It does what no size of a step is learned from."""
-        return self.swap_blocks > 0 or self.encode_positions > 0
+        return self.swap_blocks > 0 or self.encode_positions > 0 or self.placed_tokens > 0
 
 
 # Kinds of drafts: the source, how sure it is, and how the row's last draft fared.
@@ -224,7 +264,7 @@ NO_TRUST.flags.writeable = False
 # Most parts of most plans are empty; these stand for them, so that nothing is made for what is not there.
 NO_JOINS, NO_SPANS, SAME_ROWS, NO_ROW_COPIES = RowJoins(), RowSpans(), RowSet(), RowCopies()
 NO_APPENDS, NO_BLOCK_COPIES, NO_SWAPS, NO_WORK = BlockAppends(), BlockCopies(), Swaps(), StepWork()
-NO_MOVES, NO_DROPS, NO_ENCODES = Moves(), RowDrops(), Encodes()
+NO_MOVES, NO_DROPS, NO_ENCODES, NO_PLACEMENTS = Moves(), RowDrops(), Encodes(), Placements()
 
 
 class StepPlan(NamedTuple):
@@ -245,6 +285,7 @@ class StepPlan(NamedTuple):
     fetch: Moves = NO_MOVES  # from the disk to the host
     drops: RowDrops = NO_DROPS
     encodes: Encodes = NO_ENCODES
+    placements: Placements = NO_PLACEMENTS
     pad_tokens: int = 0  # prompt padding, computed for real into the null block
     padding_rows: int = 0  # decode rows that have finished and only keep the batch rectangular
     work: StepWork = NO_WORK

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.core.fast import IdentityEnum
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
-from paceline.core.stretch import MediaItem, Stretch
+from paceline.core.stretch import RECOMPUTED, MediaItem, MediaPart, ModulePart, Stretch
 from paceline.errors import InvalidRequest
 
 MAX_TREE_BRANCHES = 256
@@ -30,6 +30,8 @@ RequestId = NewType("RequestId", int)
 DEFAULT_TENANT = "default"
 SALT = "\x1f"  # between a tenant and what keeps some of its cached prefixes apart
 NO_ROW = -1
+# Ids from here on are of requests that an engine makes itself; no client hears of them.
+OWN_REQUESTS = RequestId(1 << 40)
 
 
 class RequestState(IdentityEnum):
@@ -122,6 +124,15 @@ def named_keys(names: Iterable[bytes], before: Sequence[BlockKey] = ()) -> list[
     return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRef:
+    """Where the KV of a placed text comes from; see `core.stretch`."""
+
+    keys: tuple[BlockKey, ...]  # of the module's full blocks, under the root of modules
+    num_tokens: int  # of the text; what is behind its full blocks is not placed
+    recompute: int = RECOMPUTED
+
+
 class Cost(NamedTuple):
     """What a request took beyond its tokens; times of blocks are in block-microseconds, whole numbers."""
 
@@ -137,6 +148,15 @@ class Cost(NamedTuple):
     # Of its cached tokens: loaded from host memory, and from a disk.
     from_host: int = 0
     from_disk: int = 0
+    # Blocks of its prompt that are pinned behind its end, and the time of them that it paid for.
+    pinned: int = 0
+    pinned_block_us: int = 0
+    # Of its pictures: patches that were encoded for it, and pictures whose vectors were there or are another's too.
+    encoded_units: int = 0
+    encodings_reused: int = 0
+    # Of its placed texts: tokens whose KV was copied to their place, and those at beginnings that were computed again.
+    reused: int = 0
+    recomputed: int = 0
 
 
 NO_COST = Cost()
@@ -175,12 +195,15 @@ class Request:
         "held",
         "host_places",
         "id",
+        "is_module",
         "joined_at",
         "keys",
         "media",
         "model",
+        "modules",
         "num_cached",
         "num_computed",
+        "num_placed",
         "num_prompt",
         "parent",
         "peak_computed",
@@ -227,7 +250,11 @@ class Request:
         self.model = 0
         self.adapter = 0
         self.media: tuple[MediaItem, ...] = ()
+        self.modules: tuple[ModuleRef, ...] = ()
         self.stretches: tuple[Stretch, ...] = ()  # of its prompt, in order
+        # It computes a module: its keys are under their root, and it ends with its prompt.
+        self.is_module = False
+        self.num_placed = 0  # of its modules, those that were counted as reused
         self.parent: RequestId | None = None
         self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it
@@ -266,6 +293,16 @@ class Request:
         if self.sampling.pooling is not None:
             return self.num_prompt
         return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """It is there for what it leaves in the cache, and generates nothing."""
+        return self.is_module or (self.sampling.pin is not None and self.sampling.pin.computes)
+
+    @property
+    def num_source_blocks(self) -> int:
+        """Blocks of the modules that it places."""
+        return sum([len(module.keys) for module in self.modules])
 
     def num_sharable(self, block_size: int) -> int:
         """Of its tokens, those whose KV may come from other requests, and the last one, which is always computed."""
@@ -458,3 +495,16 @@ class RequestTree:
             f"the tree may generate {limits.max_tokens} tokens: {max(0, left)} are left, {num_tokens} are asked for; "
             "prune branches, or give max_tokens"
         )
+
+
+class Given(NamedTuple):
+    """What the branches of a request have in common, beside their prompt."""
+
+    tenant: str
+    service_level: ServiceLevel
+    arrival_s: float
+    adapter: int
+    media: Sequence[MediaPart] = ()
+    modules: Sequence[ModulePart] = ()
+    is_module: bool = False
+    keys: Sequence[BlockKey] | None = None  # of the prompt, where they are made

@@ -14,12 +14,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from paceline.core.keywords import refusing
-from paceline.core.kv_keep import KVKeep
-from paceline.core.pooling import FIELD as POOLING
-from paceline.core.pooling import PoolingParams
+from paceline.core.parameters import KVKeep, NestedParameter, Pin, PoolingParams
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
 
@@ -31,7 +29,6 @@ MAX_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_WORDS = 128
 MAX_OBJECTIVE_MS = 86_400_000  # a day
-MAX_CACHE_S = 86_400  # a day too
 DEFAULT_HOLD_S, MAX_HOLD_S = 60.0, 3600.0
 ON_INFEASIBLE = ("refuse", "try")
 ON_STOP = ("end", "hold")
@@ -228,11 +225,9 @@ class SamplingParams:
         "the request ends with a vector instead of tokens; use `LLM.embed` or /v1/embeddings",
         offered=Offer.NOWHERE,
     )
-    prompt_cache_s: int | None = parameter(
+    pin: Pin | None = parameter(  # noqa: RUF009
         None,
-        "seconds after its end for which the prompt's KV is among the last to be evicted",
-        low=1,
-        high=MAX_CACHE_S,
+        "the prompt's KV stays in the cache for `ttl_s` seconds after the request, as far as pins may take room",
         offered=Offer.NOWHERE,
     )
     # 1: all of it. Comes with a key, not with a request.
@@ -294,6 +289,15 @@ class SamplingParams:
         _check_ranges(self)
         _check_counts(self)
 
+    def of_branch(self, max_tokens: int, min_tokens: int) -> Self:
+        """These for a single branch that may generate so many tokens. Nothing else changes and all was checked before:
+        a beam makes several branches for each token, and `replace` checks every field."""
+        found = object.__new__(type(self))
+        changed = {"max_tokens": max_tokens, "min_tokens": min_tokens, "n": 1, "prompt_logprobs": None}
+        for name in _FIELDS:
+            object.__setattr__(found, name, changed[name] if name in changed else getattr(self, name))
+        return found
+
     @property
     def has_objectives(self) -> bool:
         """Whether anything is wanted of its times."""
@@ -312,7 +316,7 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", tuple(t for word in self.bad_words if not isinstance(word, str) for t in word)),
             ("prediction", () if isinstance(self.prediction, str) else self.prediction),
-            (POOLING, () if self.pooling is None else self.pooling.token_ids),
+            ("pooling", () if self.pooling is None else self.pooling.token_ids),
         )
         for name, tokens in fields:
             for token in tokens:
@@ -386,14 +390,16 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, "prediction", ())
     if params.structured_outputs is not None:
         object.__setattr__(params, "structured_outputs", Structure.of(params.structured_outputs))
-    if params.kv_keep is not None:
-        object.__setattr__(params, "kv_keep", KVKeep.of(params.kv_keep))
-    if params.pooling is not None:
-        object.__setattr__(params, POOLING, PoolingParams.of(params.pooling))
+    kinds: tuple[type[NestedParameter], ...] = (KVKeep, Pin, PoolingParams)
+    for kind in kinds:
+        given = getattr(params, kind.NAME)
+        if given is not None:
+            object.__setattr__(params, kind.NAME, kind.of(given))
     if params.logit_bias is None:
         object.__setattr__(params, "logit_bias", MappingProxyType({}))
 
 
+_FIELDS = tuple(field.name for field in fields(SamplingParams))
 _INT_RANGES, _FLOAT_RANGES = (
     [
         (spec.name, spec.low, spec.high, spec.default is None)
@@ -490,7 +496,7 @@ def _check_pooled(params: SamplingParams) -> None:
     for name, unset in _NOT_POOLED.items():
         if getattr(params, name) != unset:
             raise InvalidRequest(
-                f"{name}: a request with {POOLING} ends with a vector and has no tokens; leave it out",
+                f"{name}: a request with pooling ends with a vector and has no tokens; leave it out",
                 param=name,
             )
 

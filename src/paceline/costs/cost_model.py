@@ -1,6 +1,6 @@
 """The question every cost model answers: how long does a step of this shape take?
 
-Owns the shape of a step as a cost model sees it, and the protocol. A shape is six sums: no rows, no
+Owns the shape of a step as a cost model sees it, and the protocol. A shape is a few sums: no rows, no
 requests, no blocks, so that any caller can ask about a step it has not planned yet.
 """
 
@@ -23,6 +23,9 @@ class StepShape:
     prefill_context_products: int = 0  # sum over span tokens of the context each attends to, itself included
     logit_rows: int = 0  # rows that go through the LM head and are sampled
     copy_bytes: int = 0  # bytes over the host link: swaps in and out
+    encode_positions: int = 0  # of an encoder's line, which has two for each of its layers and each unit
+    encode_products: int = 0  # pairs of a position and a unit it attends to, as if every layer saw all units
+    placed_tokens: int = 0  # whose keys and values are copied from elsewhere
 
     @property
     def tokens(self) -> int:

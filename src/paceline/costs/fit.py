@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.costs.cost_model import CostModel, PiecewiseLinear, StepShape
+from paceline.costs.presets import DeviceSpec, ModelShape
+from paceline.costs.roofline import Roofline
 from paceline.errors import InputError
 
 Array = NDArray[np.float64]
@@ -70,11 +72,14 @@ def _feasible(matrix: Array, target: Array, solution: Array, passive: NDArray[np
     return np.zeros_like(solution)
 
 
+# Models that come with the package: DEVICE.MODEL.json, written by `paceline sim --calibrate` (docs/reference/costs.md).
+RECORDED = Path(__file__).parent / "recorded"
 FORMAT = "paceline-costs"
 VERSION = 1
 MIN_SAMPLES = 20
 
-_LINEAR = ("decode_context", "prefill_context_products", "logit_rows", "copy_bytes")
+_MEDIA = ("encode_positions", "encode_products", "placed_tokens")  # older files have none of these
+_LINEAR = ("decode_context", "prefill_context_products", "logit_rows", "copy_bytes", *_MEDIA)
 _CANDIDATE_KNOTS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FOLDS = 5
 _SPREAD_PARTS = 128  # parts of equal share that the range of timed / predicted is kept in
@@ -101,6 +106,9 @@ class CostCoefficients:
     prefill_context_products_s: float
     logit_rows_s: float
     copy_bytes_s: float
+    encode_positions_s: float = 0.0
+    encode_products_s: float = 0.0
+    placed_tokens_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +187,9 @@ class FittedCost(CostModel):
             + c.prefill_context_products_s * shape.prefill_context_products
             + c.logit_rows_s * shape.logit_rows
             + c.copy_bytes_s * shape.copy_bytes
+            + c.encode_positions_s * shape.encode_positions
+            + c.encode_products_s * shape.encode_products
+            + c.placed_tokens_s * shape.placed_tokens
         )
 
     def to_json(self) -> dict[str, object]:
@@ -218,7 +229,11 @@ class FittedCost(CostModel):
             fixed_s=_number(fields, "fixed_s", name),
             knots=knots,
             slopes_s=tuple(slopes),
-            **{f"{key}_s": _number(fields, f"{key}_s", name) for key in _LINEAR},
+            **{
+                f"{key}_s": _number(fields, f"{key}_s", name)
+                for key in _LINEAR
+                if key not in _MEDIA or f"{key}_s" in fields
+            },
         )
         return cls(
             coefficients,
@@ -252,6 +267,12 @@ class FittedCost(CostModel):
                 f"cost model {path} is not JSON (line {problem.lineno}); fit it again"
             ) from problem
         return cls.from_json(value, name=f"cost model {path}")
+
+
+def preset_cost(model: ModelShape, device: DeviceSpec) -> CostModel:
+    """From a recorded run of the model on the device, else from its shape and the device's rates."""
+    path = RECORDED / f"{device.name}.{model.name}.json"
+    return FittedCost.load(path) if path.is_file() else Roofline(model, device)
 
 
 def _checked(samples: Sequence[tuple[StepShape, float]]) -> tuple[list[StepShape], Array]:

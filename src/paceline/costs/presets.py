@@ -33,11 +33,50 @@ class MatmulCurve:
 MIB = 1 << 20
 GIB = 1 << 30
 MEMORY_SHARE = 0.9  # of a device, for weights and KV cache
+ENCODED_TOKENS = 65_536  # vectors of pictures that are kept
+ENCODED_UNITS = 16_384  # of a group of pictures, on a GPU
+TEXT_SLOTS = 1 << 22  # of a model that keeps no KV: its blocks are only counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """What makes vectors of pictures before a decoder reads them, as numbers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    units_per_token: int  # patches that become one vector of the decoder
+    end_parameters: int  # behind the layers, for each vector
+    input_values: int  # of a patch: what the first product reads
+    full_layers: int | None = None  # those in which a unit sees all others; None: all of them
+    window_units: int = 0  # that a unit sees in the others
+    vectors_per_token: int = 1  # kept for the decoder: more where some of its layers get their own
+
+    @property
+    def layer_parameters(self) -> int:
+        return 4 * self.hidden**2 + (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def num_parameters(self) -> int:
+        around = self.end_parameters + self.input_values * self.hidden
+        return self.layers * (self.layer_parameters + 2 * self.hidden) + around
+
+    @property
+    def full_share(self) -> float:
+        """Of the layers."""
+        return 1.0 if self.full_layers is None else self.full_layers / self.layers
+
+    @property
+    def unit_parameters(self) -> float:
+        """Weights that a unit meets on its way, in one of the layers."""
+        around = self.end_parameters / self.units_per_token + self.input_values * self.hidden
+        return self.layer_parameters + around / self.layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP, as numbers."""
+    """A transformer with grouped-query attention, as numbers: a decoder, or an encoder of texts."""
 
     name: str
     layers: int
@@ -50,24 +89,28 @@ class ModelShape:
     tied: bool  # the LM head is the embedding
     qk_norm: bool = False  # a norm over each query and key head, as in Qwen3
     dtype_bytes: int = 2
+    gated: bool = True  # three products in the feed-forward part, not two
+    bidirectional: bool = False  # tokens see those behind them: it makes vectors, and keeps no KV
+    encoder: EncoderShape | None = None  # of pictures
 
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer's matrix products."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def head_parameters(self) -> int:
         """Weights of the LM head, whether tied or not."""
-        return self.vocab * self.hidden
+        return 0 if self.bidirectional else self.vocab * self.hidden
 
     @property
     def num_parameters(self) -> int:
         """All weights, norms and embeddings included."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        tables = self.head_parameters * (1 if self.tied else 2)
-        return self.layers * (self.layer_parameters + norms) + self.hidden + tables
+        tables = self.vocab * self.hidden + (0 if self.tied else self.head_parameters)
+        decoder = self.layers * (self.layer_parameters + norms) + self.hidden + tables
+        return decoder + (0 if self.encoder is None else self.encoder.num_parameters)
 
     @property
     def weight_bytes(self) -> int:
@@ -75,7 +118,18 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        if self.bidirectional:
+            return 0
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def encoding_bytes(self) -> int:
+        """Memory for the vectors of pictures, and for the group of them that is being encoded."""
+        encoder = self.encoder
+        if encoder is None:
+            return 0
+        vectors = ENCODED_TOKENS * encoder.vectors_per_token * self.hidden
+        return (vectors + ENCODED_UNITS * 3 * encoder.hidden) * self.dtype_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +250,8 @@ def kv_capacity_tokens(model: ModelShape, device: DeviceSpec) -> int:
     """Token slots that fit beside the weights in the share of the device's memory that may be used."""
     held = as_held(model, device)
     usable = int(device.memory_bytes * MEMORY_SHARE)
-    slots = (usable - held.weight_bytes) // held.kv_bytes_per_token
+    left = usable - held.weight_bytes - held.encoding_bytes
+    slots = left // held.kv_bytes_per_token if held.kv_bytes_per_token else min(left, TEXT_SLOTS)
     if slots < 1:
         raise InputError(
             f"{model.name} does not fit on {device.name}: its weights take {held.weight_bytes / GIB:.1f} GiB "
@@ -234,6 +289,66 @@ def _llama3(name: str, layers: int, hidden: int, intermediate: int, heads: int) 
     return replace(_qwen3(name, layers, hidden, intermediate, heads), vocab=128_256, qk_norm=False)
 
 
+def _bert(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab=30_522,
+        tied=True,
+        gated=False,
+        bidirectional=True,
+    )
+
+
+_SMOLLM2 = ModelShape(
+    name="smollm2-135m",
+    layers=30,
+    hidden=576,
+    intermediate=1536,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    vocab=49_152,
+    tied=True,
+)
+# SigLIP with tiles of 512 x 512; 4 x 4 patches become a vector.
+_SMOLVLM_ENCODER = EncoderShape(
+    layers=12,
+    hidden=768,
+    intermediate=3072,
+    gated=False,
+    units_per_token=16,
+    end_parameters=16 * 768 * 576,
+    input_values=3 * 16 * 16,
+)
+_QWEN25_VL_ENCODER = EncoderShape(
+    layers=32,
+    hidden=1280,
+    intermediate=3420,
+    gated=True,
+    units_per_token=4,
+    end_parameters=5120 * 5120 + 5120 * 3584,
+    input_values=3 * 2 * 14 * 14,
+    full_layers=4,
+    window_units=64,
+)
+# Three layers of the decoder get vectors of layers before the last; each has its own end.
+_QWEN3_VL_ENCODER = EncoderShape(
+    layers=27,
+    hidden=1152,
+    intermediate=4304,
+    gated=False,
+    units_per_token=4,
+    end_parameters=4 * (4608 * 4608 + 4608 * 4096),
+    input_values=3 * 2 * 16 * 16,
+    vectors_per_token=4,
+)
+
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -243,17 +358,19 @@ MODELS: dict[str, ModelShape] = {
         replace(_llama3("llama-3.2-1b", 16, 2048, 8192, 32), head_dim=64, tied=True),
         _llama3("llama-3.1-8b", 32, 4096, 14_336, 32),
         _llama3("llama-3.1-70b", 80, 8192, 28_672, 64),
-        ModelShape(
-            name="smollm2-135m",
-            layers=30,
-            hidden=576,
-            intermediate=1536,
-            heads=9,
-            kv_heads=3,
-            head_dim=64,
-            vocab=49_152,
-            tied=True,
+        _SMOLLM2,
+        replace(_SMOLLM2, name="smolvlm-256m", vocab=49_280, tied=False, encoder=_SMOLVLM_ENCODER),
+        replace(
+            _qwen3("qwen2.5-vl-7b", 28, 3584, 18_944, 28),
+            kv_heads=4,
+            vocab=152_064,
+            qk_norm=False,
+            encoder=_QWEN25_VL_ENCODER,
         ),
+        replace(_qwen3("qwen3-vl-8b", 36, 4096, 12_288, 32), encoder=_QWEN3_VL_ENCODER),
+        replace(_qwen3("qwen3-embedding-0.6b", 28, 1024, 3072, 16), vocab=151_669, tied=True),
+        _bert("bert-base", 12, 768, 12),
+        _bert("minilm", 6, 384, 12),
     )
 }
 
@@ -362,6 +479,16 @@ _CPU_2CORE = DeviceSpec(
 # (benchmarks/results/cpu_server_n1.json).
 CPU_2CORE_STEP_MS = {"1": 6.52, "8": 23.41, "32": 75.6, "prompt of 108": 158.8, "prompt of 2000": 6186.0}
 
+_CPU_2CORE_XEON = replace(
+    _CPU_2CORE,
+    name="cpu-2core-xeon",
+    matmul_peak=229.3e9,
+    matmul_curves=(replace(_CPU_2CORE.matmul_curves[0], flops=(36.9e9, 130.1e9, 171.1e9, 229.2e9)),),
+    source="steps of SmolLM2-135M in 4 bits measured on two Xeon cores (Cascade Lake, AVX-512 VNNI); the rest as "
+    "on cpu-2core",
+)
+CPU_2CORE_XEON_STEP_MS = {"1": 8.16, "8": 21.07, "32": 67.36, "prompt of 108": 122.4}  # cpu_server_x86.json
+
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
@@ -369,5 +496,6 @@ DEVICES: dict[str, DeviceSpec] = {
         _from_data_sheet("h100", 81_559 * MIB, 50e9),
         _from_data_sheet("a100", 81_920 * MIB, 25e9),
         _CPU_2CORE,
+        _CPU_2CORE_XEON,
     )
 }

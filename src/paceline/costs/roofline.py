@@ -1,6 +1,6 @@
 """A cost model from first principles: bytes over bandwidth, products over rate, summed.
 
-Owns the arithmetic of a decoder step (matrix products, attention, elementwise traffic, LM head, copies) for a
+Owns the arithmetic of a step (matrix products, attention, elementwise traffic, LM head, copies, pictures) for a
 model's shape on a device's rates. Parts are added, not overlapped, because that is how one stream runs them.
 It knows no scheduler and no requests; everything that does not depend on the step is computed once.
 """
@@ -8,12 +8,24 @@ It knows no scheduler and no requests; everything that does not depend on the st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from paceline.config.encoder import EncoderWork
 from paceline.config.engine import PreemptionCosts, StepCosts
 from paceline.costs.cost_model import CostModel, StepShape
-from paceline.costs.presets import DeviceSpec, ModelShape, as_held, head_seconds, layers_seconds
+from paceline.costs.presets import (
+    ENCODED_TOKENS,
+    ENCODED_UNITS,
+    DeviceSpec,
+    EncoderShape,
+    ModelShape,
+    as_held,
+    head_seconds,
+    layers_seconds,
+)
+from paceline.errors import InputError
 
 _LOGIT_PASSES = 2  # sampling reads the logits about twice; writing them is part of the matrix product
 
@@ -28,6 +40,8 @@ class RooflineParts(NamedTuple):
     prefill_attention_s: float
     head_s: float
     copy_s: float
+    encode_s: float = 0.0
+    place_s: float = 0.0
 
 
 class Roofline(CostModel):
@@ -44,6 +58,12 @@ class Roofline(CostModel):
         self._elementwise_s = _elementwise_bytes(self.model) / bandwidth
         self._logits_s = _LOGIT_PASSES * self.model.vocab * self.model.dtype_bytes / bandwidth
         self._copy_s = 1.0 / device.host_link_bandwidth
+        self._place_s = 2 * self.model.kv_bytes_per_token / bandwidth  # read and written
+        self._position_s = self._encode_product_s = 0.0
+        if self.model.encoder is not None:
+            self._position_s = _position_seconds(self.model, self.model.encoder, device)
+            full_flops = 4.0 * self.model.encoder.hidden * self.model.encoder.full_share
+            self._encode_product_s = full_flops / device.attention_flops
 
     def step_seconds(self, shape: StepShape) -> float:
         return sum(self.parts(shape))
@@ -67,12 +87,37 @@ class Roofline(CostModel):
             prefill_attention_s=prefill,
             head_s=self._head_s(logit_rows) + logit_rows * self._logits_s if logit_rows else 0.0,
             copy_s=shape.copy_bytes * self._copy_s,
+            encode_s=shape.encode_positions * self._position_s
+            + shape.encode_products * self._encode_product_s,
+            place_s=shape.placed_tokens * self._place_s,
         )
 
 
+def _position_seconds(model: ModelShape, encoder: EncoderShape, device: DeviceSpec) -> float:
+    """Of a position of an encoder's line: half of what one layer does with one unit.
+
+    At the rate of layers of this size in a large step, as a group of pictures is one: a single small picture takes
+    longer than this by the time in which the weights of the layers are read.
+    """
+    layer = replace(
+        model, layers=1, hidden=encoder.hidden, intermediate=encoder.intermediate, gated=encoder.gated
+    )
+    layer = replace(layer, heads=encoder.hidden // layer.head_dim, kv_heads=encoder.hidden // layer.head_dim)
+    more_s = layers_seconds(layer, device)
+    layer_s = (more_s(2.0 * PROMPT_TOKENS) - more_s(PROMPT_TOKENS)) / PROMPT_TOKENS
+    products_s = layer_s * encoder.unit_parameters / layer.layer_parameters
+    window_flops = 4.0 * encoder.hidden * (1.0 - encoder.full_share) * encoder.window_units
+    # Norms with their residuals, queries, keys and values with their rotation, attention's output, the inner layer.
+    values = 16 * encoder.hidden + (3 if encoder.gated else 2) * encoder.intermediate
+    bandwidth = device.read_bandwidth * device.attention_efficiency
+    moved_s = values * model.dtype_bytes / bandwidth
+    return (products_s + window_flops / device.attention_flops + moved_s) / 2.0
+
+
 def _attention_flops(model: ModelShape) -> float:
-    """Per token and token of context: a product with the key and one with the value, in every head."""
-    return 4.0 * model.layers * model.heads * model.head_dim
+    """Per token and token of context: a product with the key and one with the value, in every head. Where tokens see
+    those behind them too, there are twice as many as a causal sum counts."""
+    return (8.0 if model.bidirectional else 4.0) * model.layers * model.heads * model.head_dim
 
 
 def _elementwise_bytes(model: ModelShape) -> float:
@@ -124,13 +169,48 @@ def step_costs(model: CostModel, sizes: Sequence[int] = SIZES) -> StepCosts:
     )
 
 
+# What encoding costs beside tokens of prompts, by a model of steps: rows pay for it in tokens.
+
+
+PROMPT_TOKENS = 2048  # of the step that stands for prompts
+LINE_POSITIONS = 1 << 16  # of the line that stands for all
+PAGE_VECTORS = 64
+
+
+def encoder_work(cost: CostModel, encoder: EncoderShape, *, on_gpu: bool, whole: bool) -> EncoderWork:
+    """An encoder as the scheduler knows it. A GPU computes whole layers; `whole`: all of them in one step."""
+    seconds = cost.step_seconds
+    less, more = (
+        seconds(StepShape(prefill_tokens=tokens, logit_rows=1))
+        for tokens in (PROMPT_TOKENS, 2 * PROMPT_TOKENS)
+    )
+    empty_s = seconds(StepShape(decode_rows=1))
+    position_s = (
+        seconds(StepShape(decode_rows=1, encode_positions=LINE_POSITIONS)) - empty_s
+    ) / LINE_POSITIONS
+    line = StepShape(decode_rows=1, encode_positions=LINE_POSITIONS, encode_products=LINE_POSITIONS << 10)
+    product_s = (seconds(line) - empty_s) / LINE_POSITIONS - position_s
+    if position_s <= 0.0 or more <= less:
+        raise InputError(
+            "the cost model says nothing of pictures: it was fitted to steps without them; use the roofline model"
+        )
+    return EncoderWork(
+        layers=encoder.layers,
+        num_pages=ENCODED_TOKENS // PAGE_VECTORS,
+        max_units=ENCODED_UNITS if on_gpu else 1024,
+        page_vectors=PAGE_VECTORS,
+        token_positions=(more - less) / PROMPT_TOKENS / position_s,
+        product_share=max(product_s, 0.0) / (1 << 10) / position_s,
+        least="line" if whole else "layer" if on_gpu else "position",
+    )
+
+
 # What preemption costs by a model of steps: computing again, copying a block, waiting for a step.
 #
 # The shape of a large step of prompts and of a full step of decoding stand for all; the scheduler compares, it does
 # not bill. Knows no scheduler.
 
 
-PROMPT_TOKENS = 2048  # of the step that stands for computing again
 CONTEXT = 1024  # tokens that a decoding row reads
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from paceline.config.engine import ModelConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.errors import ConfigError, InvalidAdapter, PacelineError, UnknownAdapter
-from paceline.models.files.adapter import Adapter, open_adapter
+from paceline.models.files.adapter import Adapter, PublishedAdapter, make_adapter, open_adapter
 from paceline.models.spec import ModelSpec
 from paceline.scheduler.scheduler import Scheduler
 
@@ -65,10 +65,11 @@ class ThreadedReads:
 
 
 class _Asked(NamedTuple):
-    """A folder that a caller wants under a number."""
+    """What a caller wants under a number."""
 
     name: str
-    folder: Path
+    folder: str  # nothing where it is in memory
+    work: Work
     identity: str = ""
     done: Done | None = None
 
@@ -82,15 +83,17 @@ class Adapters:
         memory: AdapterMemory | None = None,
         read: Callable[[Path], Adapter] | None = None,
         reads: Reads | None = None,
+        make: Callable[[PublishedAdapter], Adapter] | None = None,
     ) -> None:
-        """Without `memory` and `read` there are none, and none can be loaded."""
+        """Without `memory` and `read` there are none, and none can be loaded. `make`: of one that is published."""
         self._scheduler = scheduler
         self._places = scheduler.state.adapters
         self._memory = memory
         self._read = read
+        self._make = make
         self._reads: Reads = ThreadedReads() if reads is None else reads
         self._known: dict[int, AdapterInfo] = {}
-        self._folders: dict[int, Path] = {}  # of those that requests have, or may have
+        self._works: dict[int, Work] = {}  # how those that requests have, or may have, are read again
         self._held: set[int] = set()  # whose matrices the runner has
         self._asked: dict[int, _Asked] = {}
         self._reading: set[int] = set()
@@ -122,14 +125,26 @@ class Adapters:
         `identity`: what it must be, where it was read before. Raises InvalidAdapter.
         """
         number = self._next_number(number)
-        assert self._read is not None
-        return self._take(number, _Asked(name, folder, identity), self._read(folder))
+        work = self._reading_of(folder)
+        return self._take(number, _Asked(name, str(folder), work, identity), work())
+
+    def publish(self, name: str, given: PublishedAdapter) -> AdapterInfo:
+        """Take one that is in memory, under the next number; it is kept there until it is unloaded, for when its place
+        has gone to others. Raises InvalidAdapter."""
+        number, make = self._next_number(None), self._make
+        assert make is not None
+        return self._take(number, _Asked(name, "", lambda: make(given)), make(given))
 
     def load_later(self, name: str, folder: Path, number: int, done: Done) -> None:
         """The same while steps go on: `done` gets what comes of it. Raises InvalidAdapter."""
         self._last = self._next_number(number)
-        self._asked[number] = _Asked(name, folder, done=done)
-        self._start(number, folder)
+        asked = self._asked[number] = _Asked(name, str(folder), self._reading_of(folder), done=done)
+        self._start(number, asked.work)
+
+    def _reading_of(self, folder: Path) -> Work:
+        read = self._read
+        assert read is not None
+        return lambda: read(folder)
 
     def _next_number(self, number: int | None) -> int:
         if self._memory is None or self._read is None:
@@ -142,7 +157,7 @@ class Adapters:
         return number
 
     def _take(self, number: int, asked: _Asked, adapter: Adapter) -> AdapterInfo:
-        """A folder has been read for the first time: from here on requests may have it."""
+        """It has been read for the first time: from here on requests may have it."""
         if asked.identity and adapter.identity != asked.identity:
             raise InvalidAdapter(
                 f"{asked.folder}: has changed since it was loaded; load it again", param="lora_path"
@@ -151,12 +166,12 @@ class Adapters:
         self._scheduler.set_adapter(number, adapter.identity)
         info = AdapterInfo(
             name=asked.name,
-            folder=str(asked.folder),
+            folder=asked.folder,
             number=number,
             identity=adapter.identity,
             rank=adapter.rank,
         )
-        self._known[number], self._folders[number] = info, asked.folder
+        self._known[number], self._works[number] = info, asked.work
         if number in self._places.resident:
             self._put(number, adapter)
         return info
@@ -187,7 +202,7 @@ class Adapters:
             if last is not None and last < oldest:
                 self._scheduler.set_adapter(number, "")
                 self._drop(number)
-                del self._leaving[number], self._folders[number]
+                del self._leaving[number], self._works[number]
 
     # -- what the scheduler has ordered, and what has been read --------------------------------------------
 
@@ -196,7 +211,7 @@ class Adapters:
         orders, self._places.orders = self._places.orders, []
         for order in orders:
             if order.comes:
-                self._start(order.number, self._folders[order.number])
+                self._start(order.number, self._works[order.number])
             else:
                 self._drop(order.number)
 
@@ -222,7 +237,7 @@ class Adapters:
     def _came(self, number: int, adapter: Adapter) -> None:
         """An adapter is back that was in memory before."""
         if adapter.identity != self._places.identities[number]:
-            raise InvalidAdapter(f"{self._folders[number]}: has changed since it was loaded; load it again")
+            raise InvalidAdapter("its folder has changed since it was loaded; load it again")
         self._put(number, adapter)
         self._copied[number] = None
 
@@ -234,17 +249,16 @@ class Adapters:
             if asked.done is not None:
                 asked.done(error)
             return
-        _logger.error("the adapter in %s cannot be read again: %s", self._folders.get(number), error)
+        name = self._known[number].name if number in self._known else number
+        _logger.error("the adapter %s cannot be read again: %s", name, error)
         self._scheduler.adapter_read(number, failed=True)
         for request in list(self._scheduler.state.requests.values()):
             if request.adapter == number:
                 self._scheduler.fail(request.id, "internal_error")
 
-    def _start(self, number: int, folder: Path) -> None:
-        assert self._read is not None
-        read = self._read
+    def _start(self, number: int, work: Work) -> None:
         self._reading.add(number)
-        self._reads.start(number, lambda: read(folder))
+        self._reads.start(number, work)
 
     def _put(self, number: int, adapter: Adapter) -> None:
         assert self._memory is not None
@@ -265,7 +279,10 @@ def first_adapters(
     """The adapters of an engine, with those of the start in memory."""
     prepare: Callable[[Adapter], Adapter] = getattr(memory, "prepare", lambda adapter: adapter)
     made = Adapters(
-        scheduler, memory, lambda folder: prepare(open_adapter(folder, spec, model.max_lora_rank))
+        scheduler,
+        memory,
+        lambda folder: prepare(open_adapter(folder, spec, model.max_lora_rank)),
+        make=lambda given: prepare(make_adapter(given, spec, model.max_lora_rank)),
     )
     for name, folder in model.first_adapters.items():
         try:

@@ -261,7 +261,7 @@ def _sleeping(seat: Seat, engine: Engine) -> Iterator[str]:
     in_use = sum(group.pool.usable - group.pool.num_free for group in state.kv.groups)
     places = [request.id for request in state.requests.values() if request.host_places]
     lost = state.kv.levels[: state.levels_lost]
-    cached = sum(len(part.cache.entries()) for level in lost for part in level)
+    cached = sum(len(part.cache) for level in lost for part in level)
     if engine.is_asleep and (state.rows.num_live or in_use or places or cached):
         yield (
             f"M2: the model {seat.config.name!r} sleeps with {state.rows.num_live} rows, {in_use} blocks in use, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResul
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
     DEFAULT_TENANT,
+    BlockKey,
     BranchState,
+    Given,
     Request,
     RequestHooks,
     RequestId,
@@ -35,10 +37,12 @@ from paceline.core.request import (
 from paceline.core.sampling import SamplingParams, branch_seed
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import ALL_LOST
-from paceline.core.stretch import MediaPart
+from paceline.core.stretch import MediaPart, ModulePart
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.engine.media import Media
+from paceline.engine.modules import Modules
+from paceline.engine.prefix_keys import keys_in_parts
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 
@@ -90,6 +94,7 @@ class Engine:
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
         self.media = Media(scheduler)
+        self.modules = Modules(scheduler)
         self.on_close: Callable[[], object] = lambda: None  # called last, once
         self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
@@ -110,14 +115,22 @@ class Engine:
         tree: TreeLimits | None = None,
         adapter: int = NO_ADAPTER,
         media: Sequence[MediaPart] = (),
+        modules: Sequence[ModulePart] = (),
+        is_module: bool = False,
+        keys: Sequence[BlockKey] | None = None,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
 
         `tree`: what these branches, and all that are forked from them, may have together. `adapter`: its number, see
-        `adapters`. `media`: pictures, in the order of the prompt; their tokens stand in it.
+        `adapters`. `media`: pictures, in the order of the prompt; their tokens stand in it. `modules`: texts of the
+        prompt whose KV is computed alone and copied to its place, in the order of the prompt; their tokens stand in it.
+        Where a module is not in the cache, it is computed first. `is_module`: the prompt is such a text, and is there
+        for nothing else (with a pin, it stays): it ends without output, and prompts that place it find its blocks.
+        `keys`: those of the prompt, where they have been made.
         """
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        branches = self._family(tokens, sampling, tenant, service_level, arrival_s, adapter, media)
+        given = Given(tenant, service_level, arrival_s, adapter, media, modules, is_module, keys)
+        branches = self._family(tokens, sampling, given)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s = due_s
@@ -140,6 +153,7 @@ class Engine:
         tenant: str = DEFAULT_TENANT,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
+        keys: Sequence[BlockKey] | None = None,
     ) -> Forecast | None:
         """When a request would have its first and last token if it came now; it is not added.
 
@@ -147,7 +161,8 @@ class Engine:
         """
         next_id = self._next_id
         try:
-            branches = self._family(tokens, sampling, tenant, service_level, self._clock.now(), adapter)
+            given = Given(tenant, service_level, self._clock.now(), adapter, keys=keys)
+            branches = self._family(tokens, sampling, given)
         finally:
             self._next_id = next_id
         self.scheduler.check(branches)
@@ -157,29 +172,32 @@ class Engine:
         self,
         tokens: Sequence[int] | NDArray[np.int32],
         sampling: SamplingParams,
-        tenant: str,
-        service_level: ServiceLevel,
-        arrival_s: float,
-        adapter: int,
-        media: Sequence[MediaPart] = (),
+        given: Given,
     ) -> list[Request]:
         """The branches of a request, the others children of the first."""
-        self.adapters.check(adapter)
+        self.adapters.check(given.adapter)
         prompt = np.ascontiguousarray(tokens, np.int32)
         branches = [self._branch(prompt, sampling, index) for index in range(sampling.n)]
         for branch in branches:
-            branch.tenant, branch.service_level, branch.arrival_s = tenant, service_level, arrival_s
-            branch.adapter = adapter
-            if media:
-                self.media.attach(branch, media)
+            branch.tenant, branch.service_level = given.tenant, given.service_level
+            branch.arrival_s, branch.adapter = given.arrival_s, given.adapter
+            branch.is_module = given.is_module
+            if given.media:
+                self.media.attach(branch, given.media)
+            if given.modules:
+                self.modules.attach(branch, given.modules)
             if branch is not branches[0]:
                 branch.parent = branches[0].id
                 branch.keys = branches[0].keys.copy()
             elif sampling.prompt_logprobs is None:
                 # Else every token of the prompt is computed, none is reused.
-                branch.keys = list(self._hooks.new_keys(branch))
+                branch.keys = list(self._hooks.new_keys(branch) if given.keys is None else given.keys)
         branches[0].branches = len(branches) - 1
         return branches
+
+    def prompt_keys(self, tokens: NDArray[np.int32], tenant: str, adapter: int) -> Iterator[list[BlockKey]]:
+        """The prefix keys of a plain prompt, some at a time: all that another thread than the engine's may ask for."""
+        return keys_in_parts(self._hooks, tokens, tenant, adapter)
 
     def number_from(self, first_id: RequestId) -> None:
         """The next request is to have this id, and its branches those that follow; ids only go up."""
@@ -210,6 +228,8 @@ class Engine:
         """
         known = self.scheduler.tokens_of(request_id)
         parent = self.scheduler.state.requests[request_id]
+        if parent.is_module:
+            raise InvalidTransition(f"request {request_id} ends with its prompt: there is nothing to branch")
         at = len(known) - parent.num_prompt if at is None else at
         if not 0 <= at <= len(known) - parent.num_prompt:
             produced = len(known) - parent.num_prompt
@@ -230,7 +250,7 @@ class Engine:
             branch.branch = parent.branches + 1 + index
             branch.tenant, branch.service_level = parent.tenant, parent.service_level
             branch.adapter = parent.adapter
-            branch.media, branch.stretches = parent.media, parent.stretches
+            branch.media, branch.modules, branch.stretches = parent.media, parent.modules, parent.stretches
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
             branch.shares, branch.score = kept, score
             branch.keys = parent.keys[: kept // block_size]
@@ -252,12 +272,21 @@ class Engine:
                 "more there may be"
             )
         min_tokens = min(max(0, parent.sampling.min_tokens - at), changes.get("max_tokens", left))
+        if not changes:
+            return parent.sampling.of_branch(left, min_tokens)
         if (
             changes.get("structured_outputs", parent.sampling.structured_outputs)
             != parent.sampling.structured_outputs
         ):
             raise InvalidRequest("a branch has the structure of its parent", param="structured_outputs")
-        values = {"max_tokens": left, "min_tokens": min_tokens, "prompt_logprobs": None, **changes, "n": 1}
+        values = {
+            "max_tokens": left,
+            "min_tokens": min_tokens,
+            "prompt_logprobs": None,
+            "pin": None,
+            **changes,
+            "n": 1,
+        }
         return replace(parent.sampling, **values)
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
@@ -431,7 +460,12 @@ class Engine:
             self.media.let_go()
         if self.before_plan is not None:
             self.before_plan()
+        if self.modules.orders:  # of the step before: what is added now is in this one's log
+            self.modules.obey()
         plan = self.scheduler.schedule()
+        if plan is None and self.modules.orders:
+            self.modules.obey()
+            plan = self.scheduler.schedule()
         if self.scheduler.state.adapters.orders:
             self.adapters.obey()
         if self.checker is not None:

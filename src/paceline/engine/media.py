@@ -36,21 +36,10 @@ class Media:
 
     def attach(self, request: Request, parts: Sequence[MediaPart]) -> None:
         """Give a new request its stretches and items."""
-        if self._key_of is None:
+        key_of = self._key_of
+        if key_of is None:
             raise InvalidRequest("this model takes text only, no pictures", param="prompt")
-        end = 0
-        for start, given in parts:
-            if start < end or start + given.outputs > request.num_prompt:
-                raise InvalidRequest("the tokens of a picture do not stand in the prompt", param="prompt")
-            end = start + given.outputs
-        request.media = tuple(
-            MediaItem(key=self._key_of(request, given.content), units=given.units, outputs=given.outputs)
-            for _, given in parts
-        )
-        request.stretches = tuple(
-            Stretch(start, start + given.outputs, StretchKind.MEDIA, item)
-            for item, (start, given) in enumerate(parts)
-        )
+        attach(request, parts, lambda content: key_of(request, content))
 
     def hold(self, request: Request, parts: Sequence[MediaPart]) -> None:
         """A request was accepted: the runner keeps what its items are made from."""
@@ -81,3 +70,19 @@ class Media:
             self._runner = cast(MediaRunner, runner)
             for number, given in self._held.items():
                 self._runner.hold(number, given)
+
+
+def attach(request: Request, parts: Sequence[MediaPart], key_of: Callable[[bytes], bytes]) -> None:
+    """Give a new request its stretches and items; `key_of` an item's content."""
+    end = 0
+    for start, given in parts:
+        if start < end or start + given.outputs > request.num_prompt:
+            raise InvalidRequest("the tokens of a picture do not stand in the prompt", param="prompt")
+        end = start + given.outputs
+    request.media = tuple(
+        MediaItem(key=key_of(given.content), units=given.units, outputs=given.outputs) for _, given in parts
+    )
+    request.stretches = tuple(
+        Stretch(start, start + given.outputs, StretchKind.MEDIA, item)
+        for item, (start, given) in enumerate(parts)
+    )

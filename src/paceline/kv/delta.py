@@ -17,10 +17,12 @@ from paceline.core.plan import (
     NO_BLOCK_COPIES,
     NO_DROPS,
     NO_MOVES,
+    NO_PLACEMENTS,
     NO_SWAPS,
     BlockAppends,
     BlockCopies,
     Moves,
+    Placements,
     RowDrops,
     Swaps,
     i32,
@@ -33,6 +35,8 @@ Growth = tuple[Blocks, int, Blocks, Blocks]  # one block for each of many rows: 
 Append = tuple[int, int, int, Blocks]  # several blocks for one row: row, group, index of the first, blocks
 Copy = tuple[int, int, int, int, int]  # row, group, index, source, target
 Swap = tuple[int, int, Blocks, Blocks]  # ticket, group, blocks, places
+# Row, group, start, count, shift and first of a run of placed tokens; and the blocks it is copied from.
+Placing = tuple[tuple[int, int, int, int, int, int], Blocks]
 FEW = 4  # appends that are cheaper to write out one by one
 
 
@@ -52,6 +56,7 @@ class KVDelta:
         self.fetched_keys: list[BlockKey] = []
         self.stored_uses: list[int] = []
         self.fetched_uses: list[int] = []
+        self.placements: list[Placing] = []
         self.drops: dict[int, int] = {}  # of rows, the tokens they have dropped so far
 
     def mark(self) -> tuple[int, int, int, int, int]:
@@ -72,6 +77,7 @@ class KVDelta:
         """Nothing of a prompt's row is sent: it leaves in this very plan."""
         self.appends = [append for append in self.appends if append[0] != row]
         self.copies = [copy for copy in self.copies if copy[0] != row]
+        self.placements = [placing for placing in self.placements if placing[0][0] != row]
         self.drops.pop(row, None)
 
     def forget_drop(self, row: int) -> None:
@@ -107,6 +113,27 @@ class KVDelta:
         drops = RowDrops(row=i32(self.drops), num_tokens=i32(self.drops.values()))
         self.drops = {}
         return drops
+
+    def take_placements(self) -> Placements:
+        """What is copied out of modules; none of it is left afterwards."""
+        if not self.placements:
+            return NO_PLACEMENTS
+        row, group, start, count, shift, first = np.array(
+            [run for run, _ in self.placements], np.int32
+        ).T.copy()
+        offset = i32(accumulate([len(blocks) for _, blocks in self.placements[:-1]], initial=0))
+        blocks = np.concatenate([blocks for _, blocks in self.placements]).astype(np.int32)
+        self.placements = []
+        return Placements(
+            row=row,
+            group=group,
+            start=start,
+            count=count,
+            shift=shift,
+            first=first,
+            offset=offset,
+            blocks=blocks,
+        )
 
     def take_moves(self) -> tuple[Moves, Moves]:
         """What is to be stored and fetched; none of it is left afterwards."""

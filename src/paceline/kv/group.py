@@ -40,9 +40,15 @@ class LayerGroup:
         self.computed_from: Blocks = self._columns[3]  # entries before it came from the cache
         self.reserved_for: Blocks = self._columns[4]  # blocks a protected row may still take
         self.dropped: Blocks = self._columns[5]  # null entries that the row has between two live ones
+        self.pinned = 0  # blocks that pins hold
         self.reserved = 0  # sum of reserved_for: free blocks promised to protected rows
         # Names of blocks that waiting requests will hit, and how many will.
         self.wanted: dict[bytes, int] = {}
+
+    @property
+    def unpinned(self) -> int:
+        """Blocks that rows can have at most."""
+        return self.pool.usable - self.pinned
 
     def blocks_of(self, row: int) -> Blocks:
         """The row's live blocks, in order."""

@@ -27,7 +27,7 @@ class Level:
         self, num_blocks: int, *, order: EvictionOrder | None = None, make_pool: PoolMaker | None = None
     ) -> None:
         """`make_pool`: of the device, whose first block is the null block."""
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(num_blocks)
         self._evicted_keys: list[BlockKey] = []  # of the last eviction
         self.is_fetched = np.zeros(num_blocks, np.bool_)  # what a block holds came from the level below
         if make_pool is not None:

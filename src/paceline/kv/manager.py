@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from paceline.config.engine import KVConfig
 from paceline.config.sized import Capacity
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.request import BlockKey
 from paceline.core.standing import ALL_LOST, DEVICE_LOST
 from paceline.kv.block_pool import NULL_BLOCK, BlockPool
@@ -45,7 +45,9 @@ from paceline.kv.block_time import BlockTime
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import make_group
 from paceline.kv.level import Level, PoolMaker, make_order
+from paceline.kv.pins import Pins
 from paceline.kv.slabs import HeldSlabs
+from paceline.kv.sources import Found, Sources
 from paceline.kv.swap import Ticket, Tickets
 
 Blocks = NDArray[np.int64]  # block numbers; 64 bit because they are used as indices
@@ -98,6 +100,8 @@ class KVManager:
             make_group(index, spec, config, shape, make_pool, self.block_time)
             for index, spec in enumerate(config.groups)
         ]
+        self.pins = Pins(self.groups, self.block_time)
+        self.sources = Sources(self.groups)
         self.slabs = HeldSlabs(self.groups, config.slab_blocks, config.least_blocks, self._under_way)
         # Entries of each row's table: all groups grow alike, so that the first speaks for them.
         self.table_len = self.groups[0].held
@@ -202,8 +206,9 @@ class KVManager:
         return least or 0
 
     def _under_way(self, group: int) -> list[Blocks]:
-        """Blocks that steps and copies under way hold."""
-        tickets = [ticket.blocks[group] for ticket in self.tickets.open.values() if not ticket.level]
+        """Blocks that steps and copies under way hold, and those that rows are about to copy from."""
+        tickets = [self.sources.held(group)]
+        tickets += [ticket.blocks[group] for ticket in self.tickets.open.values() if not ticket.level]
         return tickets + [fence.blocks for fence in self.fences if fence.group == group]
 
     # -- prefixes ------------------------------------------------------------------------------------------
@@ -286,37 +291,15 @@ class KVManager:
         for level, values in zip(self.levels, learned, strict=False):
             level[0].pool.evictable.learn(values)
 
-    def want(self, keys: Sequence[BlockKey], num_tokens: int) -> list[bytes]:
-        """A waiting request will hit the blocks of these keys: evict them last. Returns their names, for `unwant`."""
-        names = [key.key for key in keys[: (num_tokens - 1) // self.block_size]]
-        self.want_names(names)
-        return names
-
-    def want_names(self, names: Sequence[bytes]) -> None:
-        for group in self.groups:
-            group.want(names)
-
     def cached_names(self, names: Sequence[bytes]) -> list[bytes]:
         """Those of the names that are in the cache of the device."""
         return [name for name in names if self.groups[0].cache.named(name) is not None]
 
-    def hurry(self, names: Sequence[bytes]) -> None:
-        """What is cached under these names goes before all others."""
-        for group in self.groups:
-            found = [group.cache.named(name) for name in names if name not in group.wanted]
-            group.pool.evictable.hurry([block for block in found if block is not None])
-
-    def unwant(self, names: Sequence[bytes]) -> None:
-        for group in self.groups:
-            group.unwant(names)
-
-    def may_want_more(self) -> bool:
-        """Whether cached blocks that are wanted fill less than half of every pool."""
-        return all(2 * group.pool.evictable.num_wanted() < group.pool.usable for group in self.groups)
-
     def quarantine(self, row: int) -> None:
         for group in self.groups:
             group.quarantine(row)
+        if self.pins:
+            self.pins.drop_lost()
 
     def reset_cache(self, levels_lost: int = ALL_LOST) -> None:
         """Forget the cached prefixes of so many levels, and what is on the way between levels unless that is the device
@@ -324,7 +307,8 @@ class KVManager:
         self.settle()
         for level in self.levels[:levels_lost]:
             for part in level:
-                part.forget(np.array(list(part.cache.entries()), np.int64))
+                part.forget(np.array(part.cache.blocks(), np.int64))
+        self.pins.drop_lost()
         if levels_lost > DEVICE_LOST:
             self._forget_copies()
 
@@ -450,6 +434,23 @@ class KVManager:
                 # The copy reads the source in the plan being made: hold it until that step is done.
                 self._give_back(group.index, np.array([source], np.int64), self.submitted + 1)
 
+    def place(self, row: int, module: int, start: int, first: int, count: int) -> None:
+        """A row takes `count` tokens of a module, from its token `first` on, for its own from `start` on. It has blocks
+        for them."""
+        at, end = first // self.block_size, self.blocks_for(first + count)
+        for group, blocks in enumerate(self.sources.rows[row][module]):
+            run = (row, group, start, count, start - first, first % self.block_size)
+            self.delta.placements.append((run, blocks[at:end]))
+
+    def placed(self, row: int, module: int, seq: int) -> None:
+        """All of a module is in its place once step `seq` is done."""
+        self._let_go(self.sources.take(row, module), seq)
+
+    def _let_go(self, modules: Sequence[Found], seq: int) -> None:
+        for found in modules:
+            for group, blocks in zip(self.groups, found, strict=True):
+                self._give_back(group.index, blocks, seq)
+
     # -- swapping ------------------------------------------------------------------------------------------
 
     def can_swap_out(self, row: int, num_tokens: int) -> bool:
@@ -556,6 +557,8 @@ class KVManager:
         self.block_time.lost_all(row)
         if self.keeping.pop(row, None) is not None:
             self.delta.forget_drop(row)  # it may have dropped in this very plan
+        if row in self.sources.rows:
+            self._let_go(self.sources.take(row), self.submitted)
         for group in self.groups:
             self._give_back(group.index, group.clear(row), self.submitted)
 

@@ -19,29 +19,35 @@ from numpy.typing import NDArray
 from paceline.core.request import BlockKey
 
 KEY_BYTES, CHECK_BYTES = 32, 16
+NO_KEY = BlockKey(b"", b"")  # of a block that cannot be hit
 NO_MARKS: Mapping[int, bytes] = MappingProxyType({})
 
 
 class PrefixCache:
     """The blocks that can be hit, by key."""
 
-    def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}
-        self._key_of: dict[int, BlockKey] = {}
+    def __init__(self, num_blocks: int) -> None:
+        self.by_name: dict[bytes, int] = {}  # for others to look into, many names at a time
+        # By block. A list: a block's entry is rarely in the processor's cache, and a dictionary's lies in four places.
+        self._key_of: list[BlockKey] = [NO_KEY] * num_blocks
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self.by_name)
 
     def find(self, key: BlockKey) -> int | None:
         """The block that holds exactly this prefix, or None."""
-        block = self._block_of.get(key.key)
+        block = self.by_name.get(key.key)
         if block is None or not self._key_of[block].is_same(key):
             return None
         return block
 
+    def key_of(self, block: int) -> BlockKey:
+        """The key that an entered block stands under."""
+        return self._key_of[block]
+
     def lacking(self, keys: Sequence[BlockKey]) -> list[int]:
         """Those of `keys`, by their index, whose prefix is not here."""
-        block_of = self._block_of
+        block_of = self.by_name
         absent = [at for at, key in enumerate(keys) if key.key not in block_of]
         if len(absent) == len(keys):
             return absent
@@ -49,11 +55,11 @@ class PrefixCache:
 
     def add(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> list[int]:
         """Enter blocks; returns them without those entered already and those whose key another block stands under."""
-        block_of, key_of = self._block_of, self._key_of
+        block_of, key_of = self.by_name, self._key_of
         entered = []
         for block, key in zip(blocks, keys, strict=True):
             name = key.key
-            if name not in block_of and block not in key_of:
+            if name not in block_of and key_of[block] is NO_KEY:
                 block_of[name] = block
                 key_of[block] = key
                 entered.append(block)
@@ -61,26 +67,32 @@ class PrefixCache:
 
     def drop(self, blocks: Sequence[int]) -> list[BlockKey]:
         """The content of these blocks is about to go; returns the keys they stood under."""
-        keys = list(map(self._key_of.pop, blocks))
-        for key in keys:
-            del self._block_of[key.key]
+        block_of, key_of = self.by_name, self._key_of
+        keys = [key_of[block] for block in blocks]
+        for block, key in zip(blocks, keys, strict=True):
+            del block_of[key.key]
+            key_of[block] = NO_KEY
         return keys
 
     def __contains__(self, name: bytes) -> bool:
         """Whether a block stands under a name."""
-        return name in self._block_of
+        return name in self.by_name
 
     def named(self, name: bytes) -> int | None:
         """The block under a name."""
-        return self._block_of.get(name)
+        return self.by_name.get(name)
 
     def names(self, blocks: Sequence[int]) -> list[bytes]:
         """The names that entered blocks stand under."""
         return [self._key_of[block].key for block in blocks]
 
+    def blocks(self) -> list[int]:
+        """All entered blocks, in the order in which they came."""
+        return list(self.by_name.values())
+
     def entries(self) -> dict[int, BlockKey]:
         """Block -> key, for checks."""
-        return self._key_of
+        return {block: self._key_of[block] for block in self.by_name.values()}
 
 
 class KeyMaker:
@@ -91,10 +103,10 @@ class KeyMaker:
         self.block_size = block_size
         self._process_key = os.urandom(32) if process_key is None else process_key
 
-    def root(self, tenant: str, model: int = 0, adapter: int = 0) -> bytes:
+    def root(self, tenant: str, model: int = 0, adapter: int = 0, kind: str = "") -> bytes:
         """Where chains of a tenant begin. Fields are length-prefixed, so that none runs into the next."""
         name = tenant.encode()
-        text = b"root:%d:%s:%d:%d" % (len(name), name, model, adapter)
+        text = b"%sroot:%d:%s:%d:%d" % (kind.encode(), len(name), name, model, adapter)
         return hashlib.blake2b(text, digest_size=32, key=self._process_key).digest()
 
     def media(self, root: bytes, content: bytes) -> bytes:

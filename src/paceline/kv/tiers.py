@@ -108,6 +108,8 @@ class Tiers:
         ]
         self.budgets = [] if costs is None else [Budget(costs.block_s), Budget(costs.disk_write_s)]
         self._disk_block_s = 0.0 if costs is None else costs.disk_block_s
+        # Blocks of the first group by name: what every request that comes is looked up in.
+        self._on_host, self._on_disk = (kv.levels[level][0].cache.by_name for level in (HOST, DISK))
         self._disk_free_s = 0.0  # when the disk should have done all that was asked for
         self._owed: list[dict[bytes, Owed]] = [{} for _ in kv.groups]  # by name, of blocks that follow
 
@@ -205,10 +207,11 @@ class Tiers:
 
     def _is_lacking(self, group: int, block: int) -> bool:
         """A block of the device can be hit, and lower levels do not have what it holds."""
-        key = self._kv.groups[group].cache.entries().get(block)
-        return key is not None and all(
-            self._kv.levels[level][group].cache.find(key) is None for level in (HOST, DISK)
-        )
+        device = self._kv.groups[group]
+        if not device.pool.cached[block]:
+            return False
+        key = device.cache.key_of(block)
+        return all(self._kv.levels[level][group].cache.find(key) is None for level in (HOST, DISK))
 
     def _may_stage(self, group: int, block: int) -> bool:
         device = self._kv.groups[group]
@@ -219,7 +222,7 @@ class Tiers:
 
     def _stage_blocks(self, group: int, blocks: Blocks) -> None:
         device, host = self._kv.groups[group], self._kv.levels[HOST][group]
-        keys = [device.cache.entries()[block] for block in blocks.tolist()]
+        keys = [device.cache.key_of(block) for block in blocks.tolist()]
         uses = device.pool.evictable.uses(blocks)
         device.pool.share(blocks)
         self._move(0, group, blocks, host.take(len(blocks)), keys, uses, incoming=False, stays=True)
@@ -233,7 +236,7 @@ class Tiers:
         if self._kv.fresh is not None:
             self._kv.fresh = None
         for part in self._kv.levels[DISK]:
-            part.forget(np.array(list(part.cache.entries()), np.int64))
+            part.forget(np.array(part.cache.blocks(), np.int64))
 
     def _sink(self, above: int, group: int, short: int, slower: int) -> None:
         kv = self._kv
@@ -309,7 +312,7 @@ class Tiers:
                 continue
             place = host.named(key.parent)
             others = (other for other in leaving if other.key == key.parent)
-            parent = next(others, None) if place is None else host.entries()[place]
+            parent = next(others, None) if place is None else host.key_of(place)
             if parent is None:
                 return count if self._is_written(key.parent) else 0
             key, count = parent, count + 1
@@ -327,12 +330,8 @@ class Tiers:
 
     def has(self, key: BlockKey) -> bool:
         """Whether lower levels may hold a block, or it is on its way."""
-        name, levels = key.key, self._kv.levels
-        return (
-            name in levels[HOST][0].cache
-            or name in self._kv.fetching
-            or (self.has_disk and name in levels[DISK][0].cache)
-        )
+        name = key.key
+        return name in self._on_host or name in self._kv.fetching or (self.has_disk and name in self._on_disk)
 
     def look(self, keys: Sequence[BlockKey], start: int, limit: int) -> Below:
         """What lower levels hold of the blocks from `start` to `limit`."""

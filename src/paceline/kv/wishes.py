@@ -1,12 +1,11 @@
-"""The cached beginnings of requests that wait, and those that clients want kept: they are evicted last.
+"""The cached beginnings of requests that wait: they are evicted last.
 
 Requests are known in the order they came. What the first of them will hit is wanted until they stop waiting; where that
 fills half the pool, later ones come after them. A request that is admitted at once costs nothing, and a step looks up
 only a few.
 
-What a client wants kept for a while after its request is wanted in the same way until then: at most a tenth of the pool
-for a tenant, first come first kept. A tenant may have a share of the pool: what it has left in the cache beyond that,
-the oldest first, goes before everything else.
+A tenant may have a share of the pool: what it has left in the cache beyond that, the oldest first, goes before
+everything else. What clients want kept for a while is pinned: see `pins`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from paceline.kv.manager import KVManager
 
 PATIENCE_US = MICROSECONDS // 10  # of waiting before a request is looked up
 MOST_AT_ONCE = 16  # that are looked up in one step
-KEPT_SHARE = 10  # one part in this many of a pool is kept for a tenant
-LOOK_US = 4 * MICROSECONDS  # between looks for what need not be kept any longer
 
 
 class Wishes:
@@ -33,8 +30,6 @@ class Wishes:
         self._new: dict[int, tuple[int, Sequence[BlockKey], int]] = {}
         self._wanted: dict[int, list[bytes]] = {}  # names of wanted blocks
         self._left: list[list[bytes]] = []
-        self._kept: dict[str, dict[bytes, int]] = {}  # by tenant: names of blocks, and until when
-        self._looked_us = 0
         # Of tenants with a share: what they left, oldest first.
         self._left_by: dict[str, dict[bytes, None]] = {}
 
@@ -50,20 +45,6 @@ class Wishes:
         if self._new.pop(number, None) is None and (wanted := self._wanted.pop(number, None)) is not None:
             self._left.append(wanted)
 
-    def keep(self, tenant: str, keys: Sequence[BlockKey], seconds: int) -> None:
-        """Blocks of these keys are to stay for a while, as far as the tenant's part of the pool goes."""
-        if not self._is_on or not keys:
-            return
-        until_us = self._kv.block_time.now_us + seconds * MICROSECONDS
-        kept = self._kept.setdefault(tenant, {})
-        room = min(group.pool.usable for group in self._kv.groups) // KEPT_SHARE - len(kept)
-        new = [key.key for key in keys if key.key not in kept][: max(room, 0)]
-        kept.update(dict.fromkeys(new, until_us))
-        for key in keys:
-            if kept.get(key.key, until_us) < until_us:
-                kept[key.key] = until_us
-        self._kv.want_names(new)
-
     def hold_to_share(self, tenant: str, keys: Sequence[BlockKey], share: float) -> None:
         """A request of a tenant ends and leaves these blocks: what is beyond the tenant's share goes first."""
         if not self._is_on:
@@ -77,43 +58,36 @@ class Wishes:
             return
         self._left_by[tenant] = left = dict.fromkeys(self._kv.cached_names(list(left)))
         if len(left) > most:
-            self._kv.hurry(list(left)[: len(left) - most])
-
-    @property
-    def num_kept(self) -> int:
-        """Blocks that clients want kept."""
-        return sum(map(len, self._kept.values()))
-
-    def _let_go(self) -> None:
-        """What was to be kept until now is evicted in its turn again."""
-        now_us = self._kv.block_time.now_us
-        if now_us - self._looked_us < LOOK_US:
-            return
-        self._looked_us = now_us
-        for tenant, kept in list(self._kept.items()):
-            over = [name for name, until_us in kept.items() if until_us <= now_us]
-            for name in over:
-                del kept[name]
-            if over:
-                self._kv.unwant(over)
-            if not kept:
-                del self._kept[tenant]
+            self._hurry(list(left)[: len(left) - most])
 
     def settle(self) -> None:
         """At the end of a step: forget what those that left wanted, and look up those that still wait."""
         if self._left:
             for wanted in self._left:
-                self._kv.unwant(wanted)
+                for group in self._kv.groups:
+                    group.unwant(wanted)
             self._left.clear()
-        if self._kept:
-            self._let_go()
         if self._new:
             self._look_up(self._kv.block_time.now_us - PATIENCE_US)
 
     def _look_up(self, until_us: int) -> None:
         for _ in range(MOST_AT_ONCE):
             number = next(iter(self._new), None)
-            if number is None or self._new[number][0] > until_us or not self._kv.may_want_more():
+            if number is None or self._new[number][0] > until_us or not self._may_want_more():
                 return
             _, keys, num_tokens = self._new.pop(number)
-            self._wanted[number] = self._kv.want(keys, num_tokens)
+            names = [key.key for key in keys[: (num_tokens - 1) // self._kv.block_size]]
+            self._wanted[number] = names
+            for group in self._kv.groups:
+                group.want(names)
+
+    def _may_want_more(self) -> bool:
+        """Whether cached blocks that are wanted fill less than half of every pool."""
+        groups = self._kv.groups
+        return all(2 * group.pool.evictable.num_wanted() < group.pool.usable for group in groups)
+
+    def _hurry(self, names: Sequence[bytes]) -> None:
+        """What is cached under these names goes before all others."""
+        for group in self._kv.groups:
+            found = [group.cache.named(name) for name in names if name not in group.wanted]
+            group.pool.evictable.hurry([block for block in found if block is not None])

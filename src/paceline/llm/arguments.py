@@ -6,6 +6,7 @@ Also what scripts written for vLLM may ask of them that Paceline does not do, an
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,9 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
         value = options.pop(name)
         if value not in WITHOUT_EFFECT.get(name, ()) and not is_off(value):
             raise ConfigError(not_supported(f"{name}={value!r:.100}", OPTIONS.get(name, "leave it out")))
+    for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):  # mappings, as vLLM has them
+        if isinstance(options.get(name), Mapping):
+            options[name] = json.dumps(options[name])
     known = {spec.name for config in (ModelConfig, *ENGINE_CONFIGS) for spec in options_of(config)}
     for name in options:
         if name not in known:
@@ -52,7 +56,7 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
 
 _LORA = "give LoRARequest(name, number, folder) as lora_request; it is read when it is first used"
 _PROMPT_ADAPTER = "prompt adapters cannot be loaded; LoRA adapters can: lora_request"
-_MEDIA = "models read text only; leave images, audio and video out"
+_MEDIA = "give pictures in messages to chat(); audio and video are not read"
 _POOLING = "use embed, score, classify or rerank of LLM"
 _ONLY_LLM = "LLM has it, and a server answers /v1/embeddings"
 _PROFILE = "record a run with run_log='run.jsonl.gz' and look at it with `paceline trace`"
@@ -85,7 +89,7 @@ OPTIONS: Hints = {
     **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
     "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
     "speculative_model": 'name it in speculative_config: \'{"model": "FOLDER"}\'',
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"), _MEDIA),
+    "allowed_local_media_path": "chat() opens any path that it is given; leave it out",
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",
     "swap_space": "give num_host_blocks, in KV blocks",
     "cpu_offload_gb": "weights stay on one device; take a smaller or quantised model",

@@ -508,6 +508,7 @@ class AsyncLLM(ModelHolder):
                 tenant=tenant,
                 arrival_s=arrival_s,
                 adapter=self._front.adapters.number(lora_request),
+                media=prepared.media,
             )
         except Exception as error:  # refused: the caller's business alone
             reader.fail(error)

@@ -126,6 +126,9 @@ class BranchText:
     def begin_with(self, parent: BranchText, at: int, append: Sequence[int] = ()) -> str:
         """Start as a branch of another one, with its first `at` tokens and `append` behind them; returns the text."""
         output, taken = self.output, parent.output.token_ids[:at]
+        has_logprobs = output.logprobs is not None and parent.output.logprobs is not None
+        if has_logprobs:
+            output.logprobs = (parent.output.logprobs or [])[:at]
         # Where a stop string has ended the parent, that one is over.
         fixed = at if parent.cut_at is not None and at >= parent.cut_at else min(parent.num_fixed, at)
         text = self.inject(taken[:fixed])
@@ -134,13 +137,9 @@ class BranchText:
             text += self._read_text(self._stream.repeat(taken[fixed:]))
         if append:
             text += self.inject(append)
-        if output.logprobs is not None and parent.output.logprobs is not None:
-            known = parent.output.logprobs[:at]
-            unknown: list[dict[int, Logprob]] = [{}] * (len(output.token_ids) - len(known))
-            output.logprobs = [*known, *unknown]
-            output.cumulative_logprob = sum(
-                entry[token].logprob for token, entry in zip(taken, known, strict=False) if entry
-            )
+        if has_logprobs and output.logprobs is not None:  # of what was put in, and what is not known yet
+            output.logprobs += [{} for _ in range(len(output.token_ids) - len(output.logprobs))]
+            output.cumulative_logprob = known_logprob(output)
         return text
 
     def inject(self, tokens: Sequence[int]) -> str:
@@ -163,8 +162,7 @@ class BranchText:
         output.held = _STOP if self.cut_at is not None else reason
         output.num_holds += 1
         self._early.clear()  # of tokens behind its end
-        if output.logprobs is not None:
-            del output.logprobs[len(output.token_ids) :]
+        self._drop_logprobs()
         self._note_stop_token(output.held)
 
     def _read_text(self, text: str) -> str:
@@ -199,8 +197,7 @@ class BranchText:
         if self._reader is not None:
             self.events = [*self._reader.push(rest), *self._reader.flush()]
             rest = self._note(self.events)
-        if output.logprobs is not None:
-            del output.logprobs[len(output.token_ids) :]
+        self._drop_logprobs()
         output.finish_reason = reason if self.cut_at is None else _STOP
         if detail == HOLD_OVER:  # it had come to its end before
             output.finish_reason = output.held or reason
@@ -227,7 +224,21 @@ class BranchText:
         self.cut_at = stream.stopped_at
         self.output.num_generated -= len(self.output.token_ids) - (self.cut_at or 0)
         del self.output.token_ids[self.cut_at :]
+        self._drop_logprobs()
         self.output.stop_reason = stream.stop_reason
+
+    def _drop_logprobs(self) -> None:
+        """Of tokens that are the output's no more: a step may bring several, of which the first completes a stop."""
+        output, count = self.output, len(self.output.token_ids)
+        if output.logprobs is not None and len(output.logprobs) > count:
+            del output.logprobs[count:]
+            output.cumulative_logprob = known_logprob(output)
+
+
+def known_logprob(output: CompletionOutput) -> float:
+    """The sum of the logprobs that are known."""
+    known = zip(output.token_ids, output.logprobs or (), strict=False)
+    return sum(entry[token].logprob for token, entry in known if entry)
 
 
 def logprob_entry(tokenizer: Tokenizer | None, found: RowLogprobs) -> dict[int, Logprob]:

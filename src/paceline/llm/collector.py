@@ -18,7 +18,7 @@ from paceline.core.events import Finished, Held, LogprobEvent, StepEvents, Token
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, UnknownRequest
-from paceline.llm.branch_text import BranchText, logprob_entry
+from paceline.llm.branch_text import BranchText, known_logprob, logprob_entry
 from paceline.llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.llm.prompts import PreparedRequest
 from paceline.text.tokenizer import Tokenizer
@@ -180,10 +180,11 @@ class Collector:
             prompt=prepared.text,
             prompt_token_ids=prepared.token_ids,
             outputs=[],
+            num_image_tokens=prepared.num_image,
             prompt_logprobs=None if sampling.prompt_logprobs is None else [None] * len(prepared.token_ids),
             metrics=RequestMetrics(arrival_s=arrival_s),
         )
-        whole = OpenOutput(output, prepared)
+        whole = OpenOutput(output, prepared.lean())
         for index, request_id in enumerate(ids):
             text = BranchText(index, self._tokenizer, prepared.token_ids, sampling, prepared.form)
             output.outputs.append(text.output)
@@ -272,7 +273,7 @@ class Collector:
         found += text.push(tokens[fixed:], ends_with_stop_token=is_stop)
         if text.output.logprobs is not None and output.logprobs is not None:
             text.output.logprobs[fixed:] = output.logprobs[fixed : len(text.output.token_ids)]
-            text.output.cumulative_logprob = _sum(text.output)
+            text.output.cumulative_logprob = known_logprob(text.output)
         text.output.text, text.output.num_holds = found, output.num_holds
         text.output.num_generated = output.num_generated - (len(tokens) - len(text.output.token_ids))
         if text.cut_at is None:
@@ -409,12 +410,6 @@ def _by_request(held: Iterable[Held]) -> dict[RequestId, deque[Held]]:
     for hold in held:
         found.setdefault(hold.request, deque()).append(hold)
     return found
-
-
-def _sum(output: CompletionOutput) -> float:
-    """Of the logprobs that are known."""
-    known = zip(output.token_ids, output.logprobs or (), strict=False)
-    return sum(entry[token].logprob for token, entry in known if entry)
 
 
 def _is_stop_token(ending: Finished | Held | None, index: int) -> bool:

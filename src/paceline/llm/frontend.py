@@ -28,6 +28,7 @@ from paceline.llm.prompts import (
     PromptReader,
     prepared_chat,
 )
+from paceline.media.pictures import open_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ class Frontend:
         self.pooled = PooledModel(
             tokenizer=loaded.tokenizer, embedding=loaded.embedding, labels=loaded.checkpoint.spec.labels
         )
-        self._chat = ChatPrompts(loaded.tokenizer)
+        self.pictures = open_pictures(loaded.checkpoint.path, model_config)
+        self._chat = ChatPrompts(loaded.tokenizer, pictures=self.pictures)
         self._reader = PromptReader(
             loaded.tokenizer,
             vocab_size=loaded.checkpoint.spec.vocab_size,
@@ -85,17 +87,23 @@ class Frontend:
         _check_structure(sampling)
         return self._reader.read(prompt, sampling)
 
-    def read_chat(self, messages: Messages, sampling: SamplingParams, **template: Any) -> PreparedRequest:
+    def read_chat(
+        self, messages: Messages, sampling: SamplingParams, *, is_local: bool = True, **template: Any
+    ) -> PreparedRequest:
         """A conversation through the chat template; `template` is what `ChatPrompts.render` takes."""
         _check_structure(sampling)
-        chat, ids = self._chat.render(messages, structure=sampling.structured_outputs, **template)
+        rendered = self._chat.render(
+            messages, structure=sampling.structured_outputs, is_local=is_local, **template
+        )
+        chat = rendered.chat
         use = template.get("use")
         if use is not None and use.follows_schemas and chat.structure is not None:
             try:
                 check(chat.structure, "tools")
             except InvalidRequest as error:
                 raise with_tool_named(error, chat.structure, use) from None
-        return prepared_chat(self._reader, chat, ids, sampling)
+        prepared = prepared_chat(self._reader, rendered, sampling)
+        return self._chat.decoded(prepared, DEFAULT_TENANT)
 
     def fork(
         self,
@@ -158,6 +166,7 @@ class Frontend:
             arrival_s=arrival_s,
             tree=limits,
             adapter=adapter,
+            media=prepared.media,
         )
         output = self.collector.open(name, prepared, [root], arrival_s)
         while engine.scheduler.state.requests[root].state is RequestState.BLOCKED:  # its grammar is compiled
@@ -203,7 +212,7 @@ class Frontend:
 
     def count_chat(self, messages: Messages) -> int:
         """How many tokens a conversation has as a prompt."""
-        return len(self._chat.render(messages)[1])
+        return len(self._chat.render(messages, is_local=True).ids)
 
 
 def _check_structure(sampling: SamplingParams) -> None:

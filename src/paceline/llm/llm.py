@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.dial import OFF, DialStatus, chosen_setting
-from paceline.core.pooling import CLASSIFY
+from paceline.core.parameters import CLASSIFY
 from paceline.core.request import MAX_TREE_BRANCHES, TreeLimits
 from paceline.core.sampling import MAX_HOLD_S, SamplingParams
 from paceline.core.service_class import DEFAULT_CLASS, ServiceLevel, class_of

@@ -202,6 +202,7 @@ def _add(front: Frontend, submission: Submission, *, only_whole: bool) -> Reques
         request.sampling,
         service_level=ServiceLevel(submission.service_class, submission.priority),
         adapter=submission.adapter,
+        media=request.media,
     )
     arrival_s = front.engine.scheduler.state.now_s
     return front.collector.open(submission.name, request, ids, arrival_s, only_whole=only_whole)

@@ -116,6 +116,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    num_image_tokens: int = 0  # of the prompt, those that stand for pictures
+    num_reused_tokens: int = 0  # of the prompt, those of placed texts that were copied
     # Drafts from its prediction that were verified, over all branches: those that were right, and the others.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -131,6 +133,8 @@ class RequestOutput:
             prompt_logprobs=self.prompt_logprobs,
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            num_image_tokens=self.num_image_tokens,
+            num_reused_tokens=self.num_reused_tokens,
             accepted_prediction_tokens=self.accepted_prediction_tokens,
             rejected_prediction_tokens=self.rejected_prediction_tokens,
             metrics=None if self.metrics is None else self.metrics.copied(),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.pooling import CHOICE, CLASSIFY
+from paceline.core.parameters import CHOICE, CLASSIFY
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, NeverFits
 from paceline.llm.prompts import MAX_CHARS_PER_TOKEN, PreparedRequest, Prompt, PromptReader

@@ -8,15 +8,20 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import PARAMETERS, Offer, SamplingParams
+from paceline.core.stretch import MediaPart, ModulePart, PromptParts
 from paceline.errors import InvalidRequest
 from paceline.llm.arguments import PROMPT_KEYS
+from paceline.media.pictures import OpenPicture, Pictures, PlacedPicture
+from paceline.media.sources import take_pictures
 from paceline.text.answer import AnswerForm
 from paceline.text.dialect import ChatRequest, Dialect
-from paceline.text.tokenizer import Tokenizer
+from paceline.text.picture_marks import PictureMarks
+from paceline.text.placed_texts import PlacedTexts, encode_placed
+from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 # Words that must not be produced, as the token sequences that would spell them.
 
@@ -57,6 +62,25 @@ class PreparedRequest:
     token_ids: list[int]
     sampling: SamplingParams
     form: AnswerForm | None = None  # of a conversation whose answer may be more than text
+    pictures: tuple[PlacedPicture, ...] = ()
+    media: tuple[MediaPart, ...] = ()  # what an engine gets of them, once they are decoded
+    modules: tuple[ModulePart, ...] = ()  # texts of the prompt that are placed
+
+    def lean(self) -> PreparedRequest:
+        """The same without pixels and files, once an engine has them."""
+        if not self.pictures:
+            return self
+        return replace(self, pictures=tuple(each.lean() for each in self.pictures), media=())
+
+    @property
+    def parts(self) -> PromptParts:
+        """What an engine gets beside the tokens."""
+        return PromptParts(self.media, self.modules)
+
+    @property
+    def num_image(self) -> int:
+        """Tokens of the prompt that stand for pictures."""
+        return sum(picture.num_tokens for picture in self.pictures)
 
 
 class PromptReader:
@@ -207,18 +231,44 @@ class PromptReader:
 Messages = Sequence[Mapping[str, Any]]
 
 
+class RenderedChat(NamedTuple):
+    """A conversation as the engine reads it."""
+
+    chat: ChatRequest
+    ids: list[int]
+    pictures: tuple[PlacedPicture, ...] = ()
+    modules: tuple[ModulePart, ...] = ()
+
+
 class ChatPrompts:
     """Renders conversations for one model. `settings` as in `Dialect`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, **settings: Any) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, pictures: Pictures | None = None, **settings: Any
+    ) -> None:
+        """`pictures`: of a model that sees them."""
         self._tokenizer = tokenizer
-        self._settings = settings
-        self._own = None if tokenizer is None else Dialect(tokenizer, **settings)
+        self._pictures = pictures
+        self._settings = {**settings, "takes_pictures": pictures is not None}
+        self._own = None if tokenizer is None else Dialect(tokenizer, **self._settings)
+        self._marks = None
+        if tokenizer is not None and pictures is not None:
+            self._marks = PictureMarks(tokenizer, pictures.settings)
 
     def render(
-        self, messages: Messages, *, template: str | None = None, **options: Any
-    ) -> tuple[ChatRequest, list[int]]:
-        """The prompt and its token ids, by the model's template or another; `options` as in `Dialect.read`."""
+        self,
+        messages: Messages,
+        *,
+        template: str | None = None,
+        is_local: bool = False,
+        placed: PlacedTexts | None = None,
+        **options: Any,
+    ) -> RenderedChat:
+        """The prompt and its token ids, by the model's template or another; `options` as in `Dialect.read`.
+
+        Of pictures the headers are read, so that what they cost is known; see `decoded`. `is_local`: they may be
+        paths and pictures of Pillow. `placed`: texts that marks in the messages stand for; no pictures beside them.
+        """
         tokenizer, chosen = self._tokenizer, self._own
         if tokenizer is None or chosen is None:
             raise InvalidRequest(
@@ -226,14 +276,36 @@ class ChatPrompts:
             )
         if template is not None:
             chosen = Dialect(tokenizer, source=template, **self._settings)
+        opened: list[OpenPicture] = []
+        if self._pictures is not None:
+            taken, found = take_pictures(messages, most=self._pictures.limit, is_local=is_local)
+            messages, opened = taken, [self._pictures.open(picture) for picture in found]
         chat = chosen.read(messages, **options)
-        return chat, tokenizer.encode_template(chat.prompt)
+        if placed is not None:
+            ids, modules = encode_placed(tokenizer, chat.prompt, placed)
+            text = placed.put_into(chat.prompt.text)
+            return RenderedChat(replace(chat, prompt=RenderedPrompt(text=text)), ids, modules=modules)
+        ids = tokenizer.encode_template(chat.prompt)
+        if self._marks is None or not opened:
+            return RenderedChat(chat, ids)
+        ids, starts = self._marks.widen(ids, [each.size for each in opened])
+        seen = (PlacedPicture(opened=each, starts=own) for each, own in zip(opened, starts, strict=True))
+        return RenderedChat(chat, ids, tuple(seen))
+
+    def decoded(self, request: PreparedRequest, tenant: str) -> PreparedRequest:
+        """The request with the pixels of its pictures. Takes time; raises InvalidImage."""
+        if self._pictures is None or not request.pictures:
+            return request
+        parts: list[MediaPart] = []
+        for picture in request.pictures:
+            parts += picture.parts(self._pictures.prepare(picture.opened, tenant))
+        return replace(request, media=tuple(parts))
 
 
-def prepared_chat(
-    reader: PromptReader, chat: ChatRequest, ids: list[int], sampling: SamplingParams
-) -> PreparedRequest:
+def prepared_chat(reader: PromptReader, rendered: RenderedChat, sampling: SamplingParams) -> PreparedRequest:
     """A rendered conversation that the engine can take, with the form of its answer."""
+    chat, ids, pictures, modules = rendered
     if chat.structure is not sampling.structured_outputs:
         sampling = replace(sampling, structured_outputs=chat.structure)
-    return replace(reader.prepare(chat.prompt.text, ids, sampling), form=chat.form)
+    prepared = reader.prepare(chat.prompt.text, ids, sampling)
+    return replace(prepared, form=chat.form, pictures=pictures, modules=modules)

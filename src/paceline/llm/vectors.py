@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.pooling import CHOICE, CLASSIFY, PoolingParams
+from paceline.core.parameters import CHOICE, CLASSIFY, PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.llm.outputs import RequestOutput

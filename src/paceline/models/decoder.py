@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,15 @@ class Parts:
     head: Linear
 
 
+class SeenPictures(NamedTuple):
+    """What a step sees of pictures."""
+
+    tokens: Tensor  # which of the step's stand for vectors
+    vectors: Tensor  # what each of them is, and behind it what the first layers add
+    # [3, tokens] of all of the step: see `models.patches`; None: they turn by their positions
+    turns: Tensor | None
+
+
 class Decoder:
     """Tokens in, hidden states out; logits only for the tokens that are asked about."""
 
@@ -70,19 +80,27 @@ class Decoder:
         attend: Attend,
         tapped: dict[int, Tensor] | None = None,
         adapters: StepAdapters | None = None,
+        pictures: SeenPictures | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] behind the last norm. `lengths`: see `Rotary.cos_sin`. `tapped`: gets the
-        hidden states before the layers it has as keys. `adapters`: of the tokens, where any has one."""
-        turns = [rotary.cos_sin(positions, lengths) for rotary in self._rotaries]
+        hidden states before the layers it has as keys. `adapters`: of the tokens, where any has one. `pictures`: those
+        that rows of the step have."""
+        by = None if pictures is None else pictures.turns
+        turns = [rotary.cos_sin(positions, lengths, by) for rotary in self._rotaries]
         x = self.parts.embedding(tokens)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
+        if pictures is not None:  # as the encoder made them: no scale
+            x[pictures.tokens] = pictures.vectors[:, : self.spec.hidden_size]
         for index, layer in enumerate(self.parts.layers):
             if tapped is not None and index in tapped:
                 tapped[index] = x
             cos, sin = turns[self.spec.layer_ropes[index]]
             add = None if adapters is None else partial(adapters.add, index)
             x = self._layer(index, layer, x, cos, sin, attend, add)
+            if pictures is not None and index < self.spec.num_deep:
+                own = slice((index + 1) * self.spec.hidden_size, (index + 2) * self.spec.hidden_size)
+                x[pictures.tokens] += pictures.vectors[:, own]
         if tapped is not None and len(self.parts.layers) in tapped:
             tapped[len(self.parts.layers)] = x
         return self.parts.norm(x)

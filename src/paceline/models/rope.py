@@ -7,6 +7,7 @@ the same numbers as the reference implementation.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from paceline.models.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, length: int = 0) -> Tensor:
     """Radians per position for each pair. `length` is the sequence's, which only the dynamic kind looks at."""
     theta = rope.theta
+    if rope.kind == "axial":  # each of two numbers turns half of the pairs, at all speeds
+        return inverse_frequencies(replace(rope, rotary_dim=rope.rotary_dim // 2, kind="default")).repeat(2)
     if rope.kind == "dynamic":
         stretch = rope.factor * max(length, rope.trained_positions) / rope.trained_positions - (
             rope.factor - 1
@@ -63,6 +66,14 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
+def shift_turn(rope: RopeSpec, shift: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, 1, rotary_dim] of what turns a key from its position to one `shift` further, as `rotate` takes
+    them. The factor that some kinds put on a rotation is in the key already."""
+    assert rope.kind != "dynamic", "rotations that depend on the length of a sequence do not add up"
+    angles = (shift * inverse_frequencies(rope).double())[None, None]
+    return _both_halves(angles.cos()).float(), _opposed_halves(angles.sin()).float()
+
+
 class Rotary:
     """cos and sin of every position of one kind of rotation."""
 
@@ -71,13 +82,20 @@ class Rotary:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope))
         self._cos = _both_halves(angles.cos()) * rope.attention_factor
         self._sin = _opposed_halves(angles.sin()) * rope.attention_factor
+        self._axes = torch.tensor(2 * rope.axes)
 
-    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(
+        self, positions: Tensor, lengths: Tensor, turns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """For each token, [tokens, 1, rotary_dim]. `lengths`: of its sequence when the token was first computed.
+        `turns` [3, tokens]: what they turn by, where that is not their position.
 
         Beyond the trained length the dynamic kind turns faster the longer a sequence is. A token keeps the
         rotation it was computed with, as in generation one token at a time.
         """
+        if turns is not None and len(self._axes):
+            places = turns[self._axes].T
+            return self._cos.gather(0, places).unsqueeze(1), self._sin.gather(0, places).unsqueeze(1)
         cos, sin = self._cos[positions], self._sin[positions]
         if self._rope.kind == "dynamic":
             for length in torch.unique(lengths[lengths > self._rope.trained_positions]).tolist():
@@ -85,6 +103,12 @@ class Rotary:
                 angles = torch.outer(positions[mine].float(), inverse_frequencies(self._rope, length))
                 cos[mine], sin[mine] = _both_halves(angles.cos()), _opposed_halves(angles.sin())
         return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def cos_sin_of(rope: RopeSpec, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """For tokens that turn by several numbers [axes, tokens], however large: worked out, not looked up."""
+    angles = turns[torch.tensor(rope.axes)].T.float() * inverse_frequencies(rope)
+    return _both_halves(angles.cos()).unsqueeze(1), _opposed_halves(angles.sin()).unsqueeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

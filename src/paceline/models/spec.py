@@ -30,6 +30,18 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin (yarn), already worked out
+    # Pairs that turn by each of the numbers that say where a token of a picture is: its time, row and column in a
+    # decoder, its row and column in an encoder. Empty: a token has one, its position.
+    sections: tuple[int, ...] = ()
+    is_interleaved: bool = False  # the sections' pairs stand one by one: time, row, column, time, ...
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Per pair: which of these numbers it turns by."""
+        if not self.is_interleaved:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        half, step = self.rotary_dim // 2, len(self.sections)
+        return tuple(pair % step if pair < step * self.sections[pair % step] else 0 for pair in range(half))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +56,47 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PatchSpec:
+    """How an encoder reads pictures, and how its states become vectors for a decoder."""
+
+    size: int  # pixels of a side of a patch
+    side: int  # patches of a side of the picture that it was made for
+    merge: int  # patches of a side of the square that becomes one vector
+    width: int  # of a vector: that of the decoder
+    frames: int = 0  # of a patch, all of them equal; 0: its product has no such dimension
+    has_bias: bool = True  # the product that reads patches
+    in_squares: bool = False  # patches come square by square, not row by row
+    window: int = 0  # squares of a side of what a patch sees in some layers; 0: there is none
+    is_interpolated: bool = False  # a patch may stand between places of the table of positions
+    has_inner: bool = False  # the end is two products with an activation between them
+    taps: tuple[int, ...] = ()  # layers behind which squares become vectors too, each with an end of its own
+    # A byte times the scale, less the mean, over the deviation, is what a channel is read as.
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def outputs(self, units: int) -> int:
+        """Vectors of a picture."""
+        return units // self.merge**2
+
+    @property
+    def values(self) -> int:
+        """Numbers that a decoder gets for a token: its vector, and those that its first layers add."""
+        return self.width * (1 + len(self.taps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
     """What an encoder has beside the sizes that it shares with a decoder."""
 
-    num_positions: int  # rows of its table of positions, where it has one
+    num_positions: int  # rows of its table of positions; of pictures 0, where it has none
     position_offset: int = 0  # the row of a text's first token
     num_types: int = 2
     is_biased: bool = True  # its products and norms
     norm_first: bool = False  # norms stand before the parts of a layer, and one behind the last
+    # What the first layer reads is normed; with `norm_first` it then has no norm there.
+    embedding_norm: bool = True
+    is_rms: bool = False  # norms take no mean off and have no bias
     is_gated: bool = False  # activation(product) * another product
     reaches: tuple[int, ...] = ()  # per layer: tokens seen in each direction, 0 for all; nothing: all in all
     labels: tuple[str, ...] = ()  # of a classifier
@@ -60,6 +105,8 @@ class EncoderSpec:
     head_activation: str = "tanh"  # behind the first
     head_mean: bool = False  # reads the mean of all tokens, not the first one
     prefix: str = ""  # that a model with a head puts before the names of its tensors
+    patches: PatchSpec | None = None  # it reads pictures, not tokens
+    local: tuple[bool, ...] = ()  # per layer: patches see their window only; nothing: all see all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +141,7 @@ class ModelSpec:
     encoder: EncoderSpec | None = (
         None  # its tokens see each other in both directions, and it makes vectors only
     )
+    vision: ModelSpec | None = None  # the encoder of its pictures
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -101,6 +149,17 @@ class ModelSpec:
     def labels(self) -> tuple[str, ...]:
         """What a classifier scores."""
         return () if self.encoder is None else self.encoder.labels
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether tokens of pictures turn by more than their position."""
+        return any(rope.sections for rope in self.ropes)
+
+    @property
+    def num_deep(self) -> int:
+        """Layers, from the first on, that add vectors of pictures to what they computed."""
+        seen = None if self.vision is None else self.vision.encoder
+        return 0 if seen is None or seen.patches is None else len(seen.patches.taps)
 
     @property
     def softmax_scale(self) -> float:

@@ -12,8 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config.server import ProcessConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
@@ -23,6 +25,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
+from paceline.core.stretch import PLAIN, MediaPart, PromptParts
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
@@ -108,11 +111,23 @@ class AsyncEngine:
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
         adapter: int = NO_ADAPTER,
+        parts: PromptParts = PLAIN,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
         payload = self._payload(
-            tokens, sampling, tenant, service_level, timeout_s, tree=tree, adapter=adapter
+            tokens,
+            sampling,
+            tenant,
+            service_level,
+            timeout_s,
+            tree=tree,
+            adapter=adapter,
+            media=tuple([_item(part) for part in parts.media]),
+            modules=tuple([(part.start, part.num_tokens) for part in parts.modules]),
+            is_module=parts.is_module,
         )
+        for _, given in parts.media:
+            self._send_pixels(given.pixels)
         return self._start(payload, sampling.n)
 
     def fork(
@@ -143,9 +158,16 @@ class AsyncEngine:
         sender.send(payload)
         return stream
 
+    def _send_pixels(self, pixels: NDArray[np.uint8]) -> None:
+        """Of the request under the next number, ahead of it."""
+        sender, data = self._ready_sender(), memoryview(pixels.reshape(-1).data)
+        most = self._config.max_frame_bytes // 2
+        for at in range(0, len(data), most):
+            sender.send(frames.encode(frames.Pixels(self._numbers.next, bytes(data[at : at + most]))))
+
     async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
         column = _column(tokens, "tokens")
-        answer = await self._ask(lambda question: frames.Extend(question, number, column, max_tokens))
+        answer = await self._ask(lambda question: frames.ExtendBranch(question, number, column, max_tokens))
         assert isinstance(answer, frames.Extended)
         if answer.rejected is not None:
             raise error_of(answer.rejected)
@@ -206,6 +228,9 @@ class AsyncEngine:
         if known is None:
             raise UnknownAdapter(f"there is no adapter {name!r:.128}", param="lora_name")
         self._send(frames.UnloadAdapter(known.number))
+
+    def unpin(self, tenant: str, name: str) -> None:
+        self._send(frames.EndPin(tenant, name))
 
     def _restore_adapters(self, first: Sequence[AdapterInfo]) -> None:
         """An engine has come up with the adapters of the start; one in the place of another gets the rest too."""
@@ -283,12 +308,9 @@ class AsyncEngine:
         tenant: str,
         service_level: ServiceLevel,
         timeout_s: float | None,
-        *,
-        only_forecast: bool = False,
-        tree: TreeLimits | None = None,
-        adapter: int = NO_ADAPTER,
+        **more: Any,
     ) -> bytes:
-        """The frame of a request under the next number."""
+        """The frame of a request under the next number; `more` are fields of it."""
         self._check_unsent(self._awake_sender())
         service_level.check()
         add = frames.Add(
@@ -299,10 +321,8 @@ class AsyncEngine:
             priority=service_level.priority,
             submitted_s=time.monotonic(),
             timeout_s=timeout_s,
-            only_forecast=only_forecast,
             service_class=service_level.service_class,
-            tree=tree,
-            adapter=adapter,
+            **more,
         )
         payload = frames.encode(add)
         around = HEADER.size + (frames.FOR_MODEL_BYTES if self._number else 0)
@@ -550,6 +570,11 @@ class AsyncEngine:
         self._streams.pop(stream.first, None)
         for branch in stream.branches:
             self._branches.pop(branch.id, None)
+
+
+def _item(part: MediaPart) -> frames.Item:
+    given = part.given
+    return frames.Item(part.start, given.content, given.units, given.outputs, given.grid, given.pixels.shape)
 
 
 def _column(tokens: Sequence[int], name: str = "prompt") -> bytes:

@@ -13,7 +13,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
-from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, SlabUse
+from paceline.core.blending import UNKNOWN, Blending
+from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, MediaUse, PinUse, SlabUse
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held
 from paceline.core.plan import RowLogprobs
@@ -21,6 +22,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
+from paceline.core.stretch import PLAIN, PromptParts
 from paceline.costs.cost_model import ModelWork
 from paceline.errors import PacelineError
 
@@ -68,7 +70,9 @@ class EngineInfo:
     runner: dict[str, str | int] = field(default_factory=dict)
     adapters: tuple[AdapterInfo, ...] = ()  # of the start
     makes_text: bool = True  # else it is an encoder
+    picture_vectors: int = 0  # that there is room for; 0: it takes text only
     vectors: str = ""  # what a text becomes beside or instead of text, in words
+    blending: Blending = UNKNOWN  # what placing texts in prompts keeps
 
     @property
     def usable_blocks(self) -> int:
@@ -109,6 +113,8 @@ class EngineStats:
     adapters: AdapterStats = field(default_factory=AdapterStats)
     below: tuple[LevelUse, ...] = ()  # levels below the device
     slabs: SlabUse = field(default_factory=SlabUse)
+    pins: PinUse = field(default_factory=PinUse)
+    media: MediaUse = field(default_factory=MediaUse)
 
     @property
     def prefix_queries(self) -> int:
@@ -222,6 +228,7 @@ class EngineClient(Protocol):
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
         adapter: int = NO_ADAPTER,
+        parts: PromptParts = PLAIN,
     ) -> EngineStream:
         """Hand a request to the engine; never blocks. `timeout_s` from now, after which the engine ends it."""
 
@@ -291,6 +298,9 @@ class EngineClient(Protocol):
 
     async def snapshot(self) -> bytes:
         """What happened since the last snapshot and how things stand, as one JSON object; see `live_view`."""
+
+    def unpin(self, tenant: str, name: str) -> None:
+        """A pin ends before its time; there may be none of that name."""
 
     def resume_all(self) -> None:
         """Paused requests continue, and none is paused any more: the server is about to stop."""

@@ -18,9 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 from paceline.config.engine import ModelConfig
 from paceline.config.model_set import ModelShare, SharedMemory
 from paceline.config.server import ProcessConfig
+from paceline.core.blending import Blending, notices_of
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import ConfigError, PacelineError
 from paceline.factory import LoadedModel, LoadProgress, load_model
@@ -99,7 +100,10 @@ def _load(
                 error.args = (f"{name}: {error}", *error.args[1:])
             raise
         models.append(loaded)
-        infos.append(_info(loaded, time.monotonic() - started_s))
+        info = _info(loaded, time.monotonic() - started_s)
+        blending = _blending(model, loaded, partial(tell, "measuring what blending keeps"))
+        more = notices_of(blending, is_wanted=model.context_reuse == "blend")
+        infos.append(replace(info, blending=blending, notices=(*info.notices, *more)))
     return models, infos, slab_market(models, _shares(configure), memory)
 
 
@@ -140,11 +144,11 @@ def _note_named(note: LoadProgress, name: str, stage: str, done: int, total: int
 @contextmanager
 def loading_beats(channel: Channel, every_s: float, logs: LogQueue) -> Iterator[LoadProgress]:
     """Inside, a separate thread sends heartbeats with the progress that was last reported to the given function."""
-    ended, beat = threading.Event(), frames.Loading()
+    ended, beat = threading.Event(), frames.StillLoading()
 
     def note(stage: str, done: int, total: int) -> None:
         nonlocal beat
-        beat = frames.Loading(stage, done, total)
+        beat = frames.StillLoading(stage, done, total)
 
     def send() -> None:
         while not ended.wait(every_s):
@@ -215,6 +219,7 @@ def _send(channel: Channel, message: frames.FromEngine, model: int = 0) -> None:
 
 def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
     config, spec = loaded.config, loaded.checkpoint.spec
+    work = config.scheduler.encoder
     load = None if loaded.free is None else loaded.free.load
     busy = (load.sentence(),) if load is not None and load.is_busy else ()
     weight_bytes = sum(stored.num_bytes for stored in loaded.checkpoint.stored.values())
@@ -234,9 +239,18 @@ def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
         learns_step_sizes=config.scheduler.learned_steps is not None,
         adapters=loaded.engine.adapters.infos(),
         makes_text=spec.encoder is None,
+        picture_vectors=0 if work is None else work.num_pages * work.page_vectors,
         vectors=_vectors(loaded),
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
+
+
+def _blending(model: ModelConfig, loaded: LoadedModel, tell: Callable[[int, int], None]) -> Blending:
+    from paceline.runner.blending import blending_of
+
+    make_step = getattr(loaded.sleeper, "make_step", None)  # on a CPU
+    spec, config = loaded.checkpoint.spec, loaded.config
+    return blending_of(spec, model, config, make_step, loaded.tokenizer, on_prompt=tell)
 
 
 def _vectors(loaded: LoadedModel) -> str:

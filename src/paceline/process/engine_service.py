@@ -194,6 +194,8 @@ class EngineService:
             self._channel.wait(left_s if nap_s is None else min(nap_s, left_s))
         for payload in self._channel.receive():
             self._apply(payload)
+        for model in self._models:
+            model.catch_up()
         if any(model.has_answers for model in self._models):
             self._deliver()
         if self._waking or not self._conductor.is_settled:

@@ -50,6 +50,7 @@ from paceline.errors import (
     InvalidTransition,
     NeverFits,
     PacelineError,
+    PinsFull,
     QueueFull,
     SleepRefused,
     TreeFull,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
 
     class Sampling(_Sampling):
         n: int
+        prompt_logprobs: int | None
 
         def __init__(self, **values: Any) -> None: ...
 
@@ -146,6 +148,24 @@ class ForModel(msgspec.Struct, tag="model", array_like=True, frozen=True):
     payload: bytes
 
 
+class Pixels(msgspec.Struct, tag="pixels", array_like=True, frozen=True):
+    """Bytes of the pictures of a request that comes next, in order."""
+
+    first: RequestNumber
+    data: bytes
+
+
+class Item(msgspec.Struct, array_like=True, frozen=True):
+    """A picture, or a part of one: a `MediaPart` without its bytes, which have come in frames before."""
+
+    start: Count
+    content: bytes
+    units: Count
+    outputs: Count
+    grid: tuple[int, int, int]
+    shape: tuple[Count, ...]
+
+
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """A request: branches `first` to `first + sampling.n - 1`."""
 
@@ -160,6 +180,9 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     service_class: ServiceClass = DEFAULT_CLASS
     tree: TreeLimits | None = None
     adapter: Count = NO_ADAPTER  # its number
+    media: tuple[Item, ...] = ()
+    modules: tuple[tuple[Count, Count], ...] = ()  # of placed texts: where they begin, and their tokens
+    is_module: bool = False  # it is such a text alone
 
 
 class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
@@ -174,7 +197,7 @@ class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
     changes: Given  # of sampling parameters
 
 
-class Extend(msgspec.Struct, tag="extend", array_like=True, frozen=True):
+class ExtendBranch(msgspec.Struct, tag="extend", array_like=True, frozen=True):
     """Tokens to put behind the output of a branch. `question` comes back with the answer."""
 
     question: Count
@@ -247,6 +270,13 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, froze
     number: RequestNumber
 
 
+class EndPin(msgspec.Struct, tag="unpin", array_like=True, frozen=True):
+    """A pin of a tenant ends before its time."""
+
+    tenant: str
+    name: str
+
+
 class Rest(msgspec.Struct, tag="rest", array_like=True, frozen=True):
     """Puts the model to sleep (level 1 or 2) or wakes it (0). `question` comes back with the answer."""
 
@@ -275,15 +305,15 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """End everything and exit."""
 
 
-Asking = Explain | Steer | Watch | ChangeBranches | Extend | Prune | ShowTree | LoadAdapter | Rest
-ToModel = Add | Fork | Abort | FinishAt | Asking | UnloadAdapter
+Asking = Explain | Steer | Watch | ChangeBranches | ExtendBranch | Prune | ShowTree | LoadAdapter | Rest
+ToModel = Pixels | Add | Fork | Abort | FinishAt | Asking | UnloadAdapter | EndPin
 ToEngine = Configure | ToModel | ForModel | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
 
 
-class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+class StillLoading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
     """A heartbeat while the model is being loaded, and its progress; 0 of 0 where that is not known."""
 
     stage: str = ""
@@ -405,7 +435,7 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
 
 # To a question, whose number it bears.
 Answer = Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
-FromEngine = Loading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
+FromEngine = StillLoading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -435,6 +465,7 @@ KINDS: dict[str, type[PacelineError]] = {
     "deadline_impossible": DeadlineImpossible,
     "deadline_infeasible": DeadlineInfeasible,
     "tree_full": TreeFull,
+    "pins_full": PinsFull,
     "sleep_refused": SleepRefused,
     "queue_full": QueueFull,
     "unknown": UnknownRequest,

@@ -105,7 +105,7 @@ _TOKENS = (
     *("prompt_tokens", "cached_tokens", "computed_tokens", "padding_tokens"),
     *("draft_tokens", "accepted_tokens"),
 )
-COUNTED = ("saved", "evicted", "preempted", "swapped", "finished", "vectors", *_TOKENS)
+COUNTED = ("saved", "evicted", "preempted", "swapped", "finished", "vectors", "encoded", "media", *_TOKENS)
 _WORD = np.dtype("<u4")  # four blocks before they are packed
 
 

@@ -7,23 +7,24 @@ business. A request that raises is answered alone.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.adapter import AdapterInfo
 from paceline.core.counters import SlabUse
-from paceline.core.events import NOT_FINITE, Finished, Forecast, Held, LogprobEvent, StepEvents, TokenEvents
-from paceline.core.request import ChangeOutcome, FinishReason, RequestId
+from paceline.core.events import NOT_FINITE, Finished, Forecast, StepEvents
+from paceline.core.request import BlockKey, ChangeOutcome, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.core.standing import Standing
+from paceline.core.stretch import MediaInput, MediaPart, ModulePart
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
 from paceline.engine.stepper import Stepper
@@ -31,8 +32,11 @@ from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, Paceli
 from paceline.factory import LoadedModel
 from paceline.process import frames
 from paceline.process.client import EngineStats, Explanation, Steering
-from paceline.process.frames import ID, TOKEN, Rejected, Update, rejected_with
+from paceline.process.frames import rejected_with
+from paceline.process.keys_ahead import LONG_PROMPT, KeysAhead
+from paceline.process.keys_ahead import LOOK_S as KEYS_LOOK_S
 from paceline.process.live_view import LiveView
+from paceline.process.outbox import Outbox
 from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
@@ -92,6 +96,8 @@ class ModelService:
         self._num_rejects = num_rejects
         self._vocab_size = loaded.checkpoint.spec.vocab_size
         self._outbox = Outbox(configure.max_frame_bytes)
+        self._pixels_of, self._pixels = 0, bytearray()  # of a request that is on its way
+        self._keys_ahead = KeysAhead[frames.Add, frames.ToModel]()
         self._answers: deque[frames.Answer] = deque()
         self._live_view = LiveView(engine, loaded.cpu_work)
         self._stepper = Stepper(engine, self._on_events)
@@ -121,7 +127,10 @@ class ModelService:
         if self._has_news:
             return 0.0
         wait_s = None if self.engine.is_asleep else self._stepper.wait_s()
-        return wait_s if not wait_s else max(0.0, self._due_s - now_s)
+        nap_s = wait_s if not wait_s else max(0.0, self._due_s - now_s)
+        if not self._keys_ahead:
+            return nap_s
+        return KEYS_LOOK_S if nap_s is None else min(nap_s, KEYS_LOOK_S)
 
     def step(self) -> float:
         """One step; returns the seconds it took."""
@@ -187,6 +196,8 @@ class ModelService:
             adapters=state.adapters.stats(),
             below=levels_below(state),
             slabs=self.slabs(),
+            pins=state.kv.pins.use(),
+            media=state.encodings.use(),
             standing=self._seat.standing,
             sleep_level=self._seat.level,
             wakes=self.wakes,
@@ -225,9 +236,26 @@ class ModelService:
     # -- what the other side asks for ----------------------------------------------------------------------
 
     def apply(self, message: frames.ToModel) -> None:
+        if self._keys_ahead:
+            self._keys_ahead.put(message)
+        else:
+            self._apply(message)
+
+    def catch_up(self, *, wait: bool = False) -> None:
+        """Go on with what waited for the keys of a long prompt."""
+        if self._keys_ahead:
+            self._keys_ahead.take(self._add, self._apply, wait=wait)
+
+    def _apply(self, message: frames.ToModel) -> None:
         self._has_news = True
-        if isinstance(message, frames.Add):
+        if isinstance(message, frames.Add) and self._is_long(message):
+            tokens = np.frombuffer(message.tokens, frames.TOKEN).astype(np.int32)
+            keys = self.engine.prompt_keys(tokens, message.tenant, message.adapter)
+            self._keys_ahead.start(message, keys)
+        elif isinstance(message, frames.Add):
             self._add(message)
+        elif isinstance(message, frames.Pixels):
+            self._keep_pixels(message)
         elif isinstance(message, frames.Fork):
             self._fork(message)
         elif isinstance(message, frames.Abort):
@@ -248,7 +276,7 @@ class ModelService:
             self._answers.append(frames.Watched(message.question, self._live_view.snapshot()))
         elif isinstance(message, frames.ChangeBranches):
             self._change(message)
-        elif isinstance(message, frames.Extend):
+        elif isinstance(message, frames.ExtendBranch):
             self._extend(message)
         elif isinstance(message, frames.Prune):
             ended = [self.engine.prune(RequestId(branch)) for branch in message.branches]
@@ -261,6 +289,8 @@ class ModelService:
             self._answers.append(frames.TreeShown(message.question, found[:MOST_TREE_BRANCHES]))
         elif isinstance(message, frames.LoadAdapter):
             self._load_adapter(message)
+        elif isinstance(message, frames.EndPin):
+            self.engine.scheduler.unpin(message.tenant, message.name)
         elif isinstance(message, frames.UnloadAdapter):
             self.engine.unload_adapter(message.number)
 
@@ -270,11 +300,44 @@ class ModelService:
         resume_all(self.engine.scheduler)
 
     def abort_all(self) -> None:
+        self.catch_up(wait=True)
         for request_id in list(self.engine.scheduler.state.requests):
             self.engine.abort(request_id)
 
-    def _add(self, add: frames.Add) -> None:
+    def _keep_pixels(self, message: frames.Pixels) -> None:
+        """Until their request comes, which is the next; one that never comes leaves its bytes to be dropped here."""
+        if message.first != self._pixels_of:
+            self._pixels_of, self._pixels = message.first, bytearray()
+        self._pixels += message.data
+
+    def _media(self, add: frames.Add) -> list[MediaPart]:
+        """What the request's pictures are made from. Raises InvalidRequest where bytes are missing."""
+        pixels = self._pixels if self._pixels_of == add.first else bytearray()
+        self._pixels_of, self._pixels = 0, bytearray()
+        parts: list[MediaPart] = []
+        at = 0
+        for item in add.media:
+            size = math.prod(item.shape)
+            if at + size > len(pixels):
+                raise InvalidRequest("the pixels of a picture did not arrive", param="messages")
+            found = np.frombuffer(pixels, np.uint8, size, at).reshape(item.shape)
+            given = MediaInput(
+                content=item.content, units=item.units, outputs=item.outputs, pixels=found, grid=item.grid
+            )
+            parts.append(MediaPart(item.start, given))
+            at += size
+        return parts
+
+    def _is_long(self, add: frames.Add) -> bool:
+        """Whether its keys are made beside steps. Pictures and modules have a part in them, and are few."""
+        is_whole = not len(add.tokens) % frames.TOKEN.itemsize
+        num_tokens = len(add.tokens) // frames.TOKEN.itemsize
+        is_plain = not (add.media or add.modules or add.is_module)
+        return is_whole and num_tokens >= LONG_PROMPT and is_plain and add.sampling.prompt_logprobs is None
+
+    def _add(self, add: frames.Add, keys: Sequence[BlockKey] | None = None) -> None:
         try:
+            media = self._media(add)
             tokens = self._tokens(add.tokens)
             sampling = add.sampling.params()
             sampling.check_vocabulary(self._vocab_size)
@@ -284,7 +347,12 @@ class ModelService:
             service_level = ServiceLevel(add.service_class, add.priority)
             if add.only_forecast:
                 forecast = self.engine.forecast(
-                    tokens, sampling, tenant=add.tenant, service_level=service_level, adapter=add.adapter
+                    tokens,
+                    sampling,
+                    tenant=add.tenant,
+                    service_level=service_level,
+                    adapter=add.adapter,
+                    keys=keys,
                 )
                 self._send_forecast(add.first, forecast)
                 return
@@ -301,6 +369,10 @@ class ModelService:
                 deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
                 tree=add.tree,
                 adapter=add.adapter,
+                media=media,
+                modules=[ModulePart(*part) for part in add.modules],
+                is_module=add.is_module,
+                keys=keys,
             )
         except PacelineError as error:
             place_s = self.engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
@@ -330,7 +402,7 @@ class ModelService:
             _logger.exception("branches of request %d could not be made", fork.parent)
             self._fail(fork.first, fork.count, 0)
 
-    def _extend(self, extend: frames.Extend) -> None:
+    def _extend(self, extend: frames.ExtendBranch) -> None:
         rejected = None
         try:
             tokens = self._tokens(extend.tokens, "tokens").tolist()
@@ -405,159 +477,3 @@ def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) == -1:
             raise InvalidRequest(f"{name} of the whole vocabulary are not available here", param=name)
-
-
-# What the engine has to send and the socket has not taken yet.
-#
-# Steps never wait for the HTTP process: the events of any number of steps are joined into as few frames as fit, so that
-# what is kept is bounded by the requests that have not ended. Tokens are two columns of bytes that grow, endings and
-# rejections are kept, of the gauges only the newest. A frame has a bounded size. What has a place among the tokens (a
-# branch is held, tokens were put in) begins a new frame.
-
-
-# With the largest frame at its smallest allowed size (64 KiB) each kind may fill a sixth of it.
-_SHARE = 6
-_ENDING_BYTES = 176
-_REJECTED_BYTES = 2048
-_FORECAST_BYTES = 288
-_LOGPROBS_BYTES = 128  # and 16 for each of the likeliest tokens
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """Tokens between two events that have a place among them."""
-
-    held: list[Held] = field(default_factory=list)  # before its tokens
-    is_injected: bool = False
-    branches: bytearray = field(default_factory=bytearray)
-    tokens: bytearray = field(default_factory=bytearray)
-    logprobs: deque[LogprobEvent] = field(default_factory=deque)
-    time_s: float = 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.tokens or self.logprobs or self.held)
-
-
-class Outbox:
-    """Events that wait. `take` gives the next frame."""
-
-    def __init__(self, max_frame_bytes: int) -> None:
-        self._bytes = max_frame_bytes // _SHARE
-        self._stretches = deque([_Stretch()])
-        self.endings: deque[Finished] = deque()
-        self.rejections: deque[Rejected] = deque()
-        self.forecasts: deque[tuple[int, Forecast | None]] = deque()
-        self.stats: EngineStats | None = None
-
-    def __bool__(self) -> bool:
-        if self.endings or self.has_answers or self.stats is not None:
-            return True
-        return len(self._stretches) > 1 or not self._stretches[0].is_empty
-
-    @property
-    def has_answers(self) -> bool:
-        """A client waits for a forecast or a rejection, which no step has to come before."""
-        return bool(self.forecasts or self.rejections)
-
-    def put(self, events: StepEvents) -> None:
-        """Everything a step made known."""
-        if events.logprobs:
-            self._at(is_injected=False).logprobs.extend(events.logprobs)
-        after: list[tuple[TokenEvents, NDArray[np.bool_]]] = []
-        for batch in events.tokens:
-            if events.held:
-                # Of a held branch, tokens that came before the hold go first.
-                follows = np.zeros(len(batch.requests), np.bool_)
-                for hold in events.held:
-                    follows |= (batch.requests == hold.request) & (batch.index >= hold.num_output)
-                if follows.any():
-                    after.append((batch, follows))
-                    self._put_tokens(batch, ~follows)
-                    continue
-            self._put_tokens(batch)
-        if events.held:
-            self._stretches.append(_Stretch(held=list(events.held)))
-        for batch, follows in after:
-            self._put_tokens(batch, follows)
-        self.endings.extend(events.finished)
-
-    def _put_tokens(self, batch: TokenEvents, only: NDArray[np.bool_] | None = None) -> None:
-        requests, tokens = batch.requests, batch.tokens
-        if only is not None:
-            requests, tokens = requests[only], tokens[only]
-        if not len(tokens):
-            return
-        stretch = self._at(is_injected=batch.is_injected)
-        stretch.branches += requests.astype(ID, copy=False).tobytes()
-        stretch.tokens += tokens.astype(TOKEN, copy=False).tobytes()
-        stretch.time_s = batch.time_s
-
-    def _at(self, *, is_injected: bool) -> _Stretch:
-        """Where tokens of a kind go next."""
-        last = self._stretches[-1]
-        if last.is_injected != is_injected:
-            if last.tokens or last.logprobs:
-                last = _Stretch(is_injected=is_injected)
-                self._stretches.append(last)
-            else:
-                last.is_injected = is_injected
-        return last
-
-    def take(self) -> Update:
-        """As much as one frame holds. Nothing overtakes: logprobs, held branches, then tokens, then endings."""
-        while len(self._stretches) > 1 and self._stretches[0].is_empty:
-            self._stretches.popleft()
-        stretch = self._stretches[0]
-        logprobs = self._take_logprobs(stretch.logprobs)
-        most = 0 if stretch.logprobs else self._bytes // (ID.itemsize + TOKEN.itemsize)
-        branches = _cut(stretch.branches, most * ID.itemsize)
-        tokens = _cut(stretch.tokens, most * TOKEN.itemsize)
-        held, stretch.held = stretch.held, []
-        held_back = len(self._stretches) > 1 or stretch.tokens or stretch.logprobs
-        endings = [] if held_back else self._take_endings()
-        rejections = _some(self.rejections, self._bytes // _REJECTED_BYTES)
-        forecasts = _some(self.forecasts, self._bytes // _FORECAST_BYTES)
-        stats, self.stats = self.stats, None
-        return Update(
-            time_s=stretch.time_s,
-            branches=branches,
-            tokens=tokens,
-            logprobs=logprobs,
-            endings=endings,
-            rejections=rejections,
-            stats=stats,
-            forecasts=forecasts,
-            held=held,
-            is_injected=stretch.is_injected,
-        )
-
-    def _take_endings(self) -> list[Finished]:
-        taken: list[Finished] = []
-        room = self._bytes
-        while self.endings and (not taken or room >= _ENDING_BYTES + len(self.endings[0].vector)):
-            taken.append(self.endings.popleft())  # one at least, whatever its vector
-            room -= _ENDING_BYTES + len(taken[-1].vector)
-        return taken
-
-    def _take_logprobs(self, waiting: deque[LogprobEvent]) -> list[LogprobEvent]:
-        taken = []
-        room = self._bytes * 2
-        while waiting and room > 0:  # one at least, whatever its size
-            entry = waiting.popleft()
-            taken.append(entry)
-            room -= _LOGPROBS_BYTES + 16 * len(entry.logprobs.top_tokens)
-        return taken
-
-
-Kind = TypeVar("Kind")
-
-
-def _cut(column: bytearray, most: int) -> bytes:
-    taken = bytes(column[:most])
-    del column[:most]
-    return taken
-
-
-def _some(waiting: deque[Kind], most: int) -> list[Kind]:
-    return [waiting.popleft() for _ in range(min(most, len(waiting)))]

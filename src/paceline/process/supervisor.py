@@ -157,7 +157,7 @@ class EngineProcess:
         self.client = self.clients[0]
         self._first = first
         self.on_lost: Callable[[str], None] | None = None  # there will be no further restart; why
-        self.on_loading: Callable[[frames.Loading | None], None] | None = None  # None: it has ended
+        self.on_loading: Callable[[frames.StillLoading | None], None] | None = None  # None: it has ended
         self.num_restarts = 0
         self._config = config
         self._budget = RestartBudget(config)
@@ -360,7 +360,7 @@ class EngineProcess:
             return
         client.on_heartbeat()
         if self.on_loading is not None:
-            self.on_loading(frame if isinstance(frame, frames.Loading) else None)
+            self.on_loading(frame if isinstance(frame, frames.StillLoading) else None)
         life = self._life
         if life is None:
             return

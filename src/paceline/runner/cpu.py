@@ -36,10 +36,20 @@ from paceline.core.plan import (
     StepTimes,
 )
 from paceline.core.standing import HOST_LOST, WEIGHTS_DROPPED, Pulse
+from paceline.core.stretch import MediaInput
 from paceline.models.files.adapter import Adapter
 from paceline.models.spec import ModelSpec
-from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch, make_batch
+from paceline.runner.device_rows import (
+    DeviceRows,
+    Drafts,
+    FlatBatch,
+    Places,
+    count_computed,
+    last_entries,
+    make_batch,
+)
 from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
+from paceline.runner.pictures import Pictures
 from paceline.runner.pooling import Pooler, States
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
@@ -64,6 +74,7 @@ class KVStore(Protocol):
     def clear(self, group: int, slots: Index) -> None: ...
     def wipe(self) -> None: ...
     def copy_blocks(self, group: int, source: Index, target: Index) -> None: ...
+    def place(self, group: int, source: Index, target: Index, shift: int) -> None: ...
     def swap_out(self, group: int, blocks: Index, places: Index) -> None: ...
     def swap_in(self, group: int, blocks: Index, places: Index) -> None: ...
     def pack(self, place: int, into: NDArray[np.uint8]) -> None: ...
@@ -77,7 +88,6 @@ class StepCompute(Protocol):
     def spec(self) -> ModelSpec: ...
     @property
     def kv(self) -> KVStore: ...
-
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> Bool:
         """Compute a batch; returns which tokens have finite numbers. `due`: tokens whose logits are wanted next."""
         ...
@@ -119,6 +129,8 @@ class CPURunner:
         self._pulse = pulse if pulse is not None else Pulse()
         spec = compute.spec
         self._kv = compute.kv
+        # Of steps that may see some.
+        self._pictures: Pictures | None = getattr(compute, "pictures", None)
         self._rows = DeviceRows(config)
         self._drafter = drafter
         drafts = config.scheduler.drafts
@@ -145,7 +157,8 @@ class CPURunner:
         self._kv.swap_in(0, blocks, places)
 
     def work(self) -> CPUWork:
-        return self._compute.work()
+        own = self._compute.work()
+        return own if self._pictures is None else own.plus(self._pictures.work())
 
     @property
     def compute(self) -> StepCompute:
@@ -156,13 +169,25 @@ class CPURunner:
         close = getattr(self._compute, "close", None)
         if close is not None:
             close()
+        if self._pictures is not None:
+            self._pictures.close()
 
     # -- the runner seam -----------------------------------------------------------------------------------
+
+    def hold(self, media: int, given: MediaInput) -> None:
+        assert self._pictures is not None, "this model sees no pictures"
+        self._pictures.hold(media, given)
+
+    def drop(self, media: int) -> None:
+        assert self._pictures is not None, "this model sees no pictures"
+        self._pictures.drop(media)
 
     def reset(self, full: StepPlan) -> None:
         # A plan without rows follows a failed step: what that left on the device may be anything.
         if not len(full.joins.row):
             self._kv.wipe()
+            if self._pictures is not None:
+                self._pictures.clear()
         self._queue.clear()
         self._guides.clear()
         self._done.clear()
@@ -193,6 +218,8 @@ class CPURunner:
         started_s = time.perf_counter()
         self._apply(plan)
         tickets = self._move_blocks(plan)
+        seen = self._pictures
+        bad_encodings = EMPTY if seen is None or not plan.encodes.count else seen.compute(plan.encodes)
         rows = self._rows
         guides = self._guides.pop(plan.seq, {})
         drafts, is_forced = self._drafts(plan, guides)
@@ -200,14 +227,14 @@ class CPURunner:
         at = batch.rows
         verified = None if drafts is None else _by_row(drafts.number, len(at))
         due = self._due(batch)
-        places = _Places.of(batch, due, verified)
+        places = Places.of(batch, due, verified)
         good, settled = self._forward(batch, places)
         finite = self._finite_rows(batch, good, verified)
         masks, mask_s = self._masks(batch, places, guides) if self._guided else (None, 0.0)
         drawn = self._sample(batch, places, finite, good, settled, plan.draft_width, masks)
         logprobs = self._prompt_logprobs(batch, finite) + drawn.logprobs
         vectors = self._pooler.take(rows, batch, finite) if self._pooler else ()
-        rows.computed[at] += np.where(batch.masked, 0, batch.count)
+        count_computed(rows, batch, plan.placements)
         if verified is not None:  # of drafts, those that were right
             rows.computed[at] -= np.where(batch.masked, 0, verified - np.maximum(drawn.count - 1, 0))
         tally = None
@@ -220,22 +247,25 @@ class CPURunner:
             tally = self._drafter.take_tally()
         if self._follower is not None and len(at):
             self._follower.follow(rows, batch)
+        predicted = _predicted(drafts, len(at))
+        once = last_entries(at, finite) if len(plan.spans.start) else slice(None)
         return StepResult(
             seq=plan.seq,
-            rows=at.astype(np.int32),
-            generation=rows.generation[at],
-            tokens=drawn.tokens,
-            count=drawn.count,
-            finished=drawn.finished,
-            finite=finite,
+            rows=at[once].astype(np.int32),
+            generation=rows.generation[at[once]],
+            tokens=drawn.tokens[once],
+            count=drawn.count[once],
+            finished=drawn.finished[once],
+            finite=finite[once],
             copies_done=tickets,
             logprobs=logprobs,
             times=StepTimes(start_s=started_s, end_s=time.perf_counter()),
-            verified=EMPTY if verified is None else verified.astype(np.int32),
-            predicted=_predicted(drafts, len(at)),
+            verified=EMPTY if verified is None else verified[once].astype(np.int32),
+            predicted=predicted[once] if len(predicted) else predicted,
             drafts=tally,
             guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced), mask_s) if masks else None,
             vectors=vectors,
+            bad_encodings=bad_encodings,
         )
 
     def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:
@@ -249,7 +279,7 @@ class CPURunner:
         return follow_guides(guides, self._rows, plan, at, drafts)
 
     def _masks(
-        self, batch: FlatBatch, places: _Places, guides: Mapping[int, Guide]
+        self, batch: FlatBatch, places: Places, guides: Mapping[int, Guide]
     ) -> tuple[dict[int, Mask | None], float]:
         """What the guides of rows that get a token allow there and behind their drafts, by place, and the seconds
         it took."""
@@ -301,19 +331,22 @@ class CPURunner:
                 self._follower.fork(source, target)
 
     def _move_blocks(self, plan: StepPlan) -> I32:
-        """Swap-outs, copies and swap-ins, in this order; returns the tickets of the swaps."""
+        """Swap-outs, copies, placements and swap-ins, in this order; returns the tickets of the swaps."""
         kv, copies = self._kv, plan.block_copies
         out, back = plan.swap_out, plan.swap_in
         _by_group(kv.swap_out, out.group, out.block, out.place)
         if len(copies.row):
             _by_group(kv.copy_blocks, copies.group, copies.source, copies.target)
             self._rows.set_blocks(copies, copies.target)  # copy-on-write
+        if len(plan.placements.row):
+            for group, source, target, shift in self._rows.place(plan.placements, kv.block_size):
+                kv.place(group, source, target, shift)
         _by_group(kv.swap_in, back.group, back.block, back.place)
         if not (len(out.ticket) or len(back.ticket)):
             return EMPTY
         return np.unique(np.concatenate([out.ticket, back.ticket]))
 
-    def _forward(self, batch: FlatBatch, places: _Places) -> tuple[Bool, Settled | None]:
+    def _forward(self, batch: FlatBatch, places: Places) -> tuple[Bool, Settled | None]:
         """Compute the batch; which tokens have finite numbers, and what was drawn with it."""
         if not len(batch.tokens):  # only blocks were moved
             return np.ones(0, np.bool_), None
@@ -360,7 +393,7 @@ class CPURunner:
     def _sample(
         self,
         batch: FlatBatch,
-        places: _Places,
+        places: Places,
         finite: Bool,
         good: Bool,
         settled: Settled | None,
@@ -425,28 +458,6 @@ class CPURunner:
                 _logger.exception("no logprobs for the prompt of row %d", row)
                 finite[index] = False
         return tuple(found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """The tokens of a batch behind which a token is drawn: its last, and of a row with drafts those before them too.
-    Row by row, in order."""
-
-    token: Index  # index into the batch's tokens
-    row: Index  # index into the batch's rows
-    firsts: Index  # the first place of each row
-    depth: Index | int  # drafts of the row up to it
-    has_next: Bool | None  # a draft follows; None: nowhere
-
-    @classmethod
-    def of(cls, batch: FlatBatch, due: Index, verified: Index | None) -> _Places:
-        if verified is None:
-            return cls(batch.last[due], due, np.arange(len(due)), 0, None)
-        sizes = verified[due] + 1
-        firsts: Index = np.cumsum(sizes) - sizes
-        row = np.repeat(due, sizes)
-        depth = np.arange(len(row)) - np.repeat(firsts, sizes)
-        return cls(batch.last[row] - verified[row] + depth, row, firsts, depth, depth < verified[row])
 
 
 @dataclass(slots=True, eq=False)
@@ -545,6 +556,11 @@ class CPUSleeper(Generic[Weights]):
     def copy_out_and_back(self, count: int) -> None:
         assert self._runner is not None
         self._runner.copy_out_and_back(count)
+
+    def make_step(self, config: EngineConfig) -> StepCompute:
+        """One more, with the same weights, for what is tried out."""
+        weights: Any = self._weights
+        return weights.make_step(config)  # type: ignore[no-any-return]
 
     def let_go(self, level: int) -> None:
         if self._runner is not None:

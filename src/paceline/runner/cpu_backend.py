@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.config.engine import MADE_ON_LOADING, EngineConfig, ModelConfig
+from paceline.config.sized import with_encoder, with_pools
 from paceline.config.speculative import DraftConfig
 from paceline.core.counters import CPUWork
-from paceline.core.pooling import CHOICE, CLASSIFY, CLS, LAST, MEAN
+from paceline.core.parameters import CHOICE, CLASSIFY, CLS, LAST, MEAN
 from paceline.core.standing import Pulse
 from paceline.errors import ConfigError
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from paceline.runner.drafts import Drafter
     from paceline.runner.encoder_step import ClassifierHead
     from paceline.runner.native.code import Code
+    from paceline.runner.pictures import Pictures
+    from paceline.runner.workers import Workers
 
+DECODER_POOLS = (LAST, MEAN, CHOICE)
 TORCH_TOKENS = 8192  # that torch computes together
 
 
@@ -42,7 +46,22 @@ class CPUBackend:
     about: dict[str, str | int]  # for run logs
     further: tuple[FurtherLayer, ...] = ()  # of a model that guesses
     make_drafter: Callable[[EngineConfig, StepCompute], Drafter] | None = None  # None: what the config says
-    pools: tuple[str, ...] = (LAST, MEAN, CHOICE)  # kinds of vectors it can make
+    pools: tuple[str, ...] = DECODER_POOLS  # kinds of vectors it can make
+    # Seconds of a position of a picture's line, of both kinds; None: it sees no pictures.
+    measure_pictures: Callable[[], tuple[float, float]] | None = None
+    # Seconds of a token beside them, where `measure` only guesses.
+    measure_token: Callable[[EngineConfig], float] | None = None
+
+    def complete(self, config: EngineConfig, model: ModelConfig, spec: ModelSpec) -> EngineConfig:
+        """With the kinds of vectors that it makes, and the work of its encoder of pictures, where it has one."""
+        from paceline.runner.sizing import encoder_work
+
+        config = with_pools(config, self.pools, only=spec.encoder is not None)
+        if spec.vision is None or self.measure_pictures is None:
+            return config
+        token_s = self.measure()[1] if self.measure_token is None else self.measure_token(config)
+        times = (self.measure_pictures(), token_s)
+        return with_encoder(config, encoder_work(spec.vision, *times, model.encoder_cache_tokens, config))
 
 
 def encoder_backend(
@@ -60,7 +79,7 @@ def encoder_backend(
         if made:
             raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
         return _torch_encoder(checkpoint, life, on_progress, "")
-    reason = objection(checkpoint.spec, model.quantization)
+    reason = objection(checkpoint, model.quantization)
     if not reason:
         try:
             code = host_code(lambda stage: on_progress(stage, 0, 0))
@@ -96,7 +115,7 @@ def _native_encoder(
         pulse=pulse,
         on_matrix=partial(on_progress, "loading weights"),
     )
-    head = _head(checkpoint)
+    head = classifier_head(checkpoint)
 
     def make_step(config: EngineConfig) -> EncoderStep:
         life = (encoder.work, pulse, encoder.close)
@@ -104,14 +123,32 @@ def _native_encoder(
             encoder, head, config.kv.block_size, MOST_TOKENS, lambda tokens: nullcontext(), *life
         )
 
-    about: dict[str, str | int] = {"name": "native", "isa": code.isa.name, "kernels": code.isa.title}
     return CPUBackend(
         make_step=make_step,
         measure=lambda: (0.0, token_seconds(encoder)),
         notices=(),
-        about={**about, "key": code.key, "threads": threads},
-        pools=_pools(checkpoint.spec),
+        about=about_native(code, threads),
+        pools=encoder_pools(checkpoint.spec),
     )
+
+
+def about_native(code: Code, threads: int) -> dict[str, str | int]:
+    """The native kernels, for run logs."""
+    about: dict[str, str | int] = {"name": "native", "isa": code.isa.name, "kernels": code.isa.title}
+    return {**about, "key": code.key, "threads": threads}
+
+
+def native_notices(model: ModelConfig, checkpoint: Checkpoint, threads: int) -> list[str]:
+    """What an operator should know of a decoder on the native kernels."""
+    from paceline.runner.native.arena import AS_STORED
+
+    notices = []
+    rounded = [name for name in checkpoint.quantized if name not in AS_STORED]
+    if rounded and model.quantization != "none":
+        notices.append(f"weights of {', '.join(rounded)} are computed as 8 bits with a scale for 32 inputs")
+    if model.cpu_threads and model.cpu_threads > threads:
+        notices.append(f"--cpu-threads {model.cpu_threads}: {threads} are used, one for each core there is")
+    return notices
 
 
 def _torch_encoder(
@@ -132,7 +169,7 @@ def _torch_encoder(
 
     pulse, free = life
     on_progress("loading weights", 0, 0)
-    encoder, head, workers = Encoder(checkpoint.spec, checkpoint), _head(checkpoint), Workers(free)
+    encoder, head, workers = Encoder(checkpoint.spec, checkpoint), classifier_head(checkpoint), Workers(free)
 
     def measure() -> tuple[float, float]:
         with workers.step(MANY_TOKENS):
@@ -149,20 +186,107 @@ def _torch_encoder(
         measure=measure,
         notices=(notice,) if notice else (),
         about={"name": "torch", "version": version("torch"), "threads": free.most},
-        pools=_pools(checkpoint.spec),
+        pools=encoder_pools(checkpoint.spec),
     )
 
 
-def _head(checkpoint: Checkpoint) -> ClassifierHead | None:
+def classifier_head(checkpoint: Checkpoint) -> ClassifierHead | None:
     from paceline.runner.encoder_step import ClassifierHead
 
     options = checkpoint.spec.encoder
     return ClassifierHead(checkpoint) if options is not None and options.labels else None
 
 
-def _pools(spec: ModelSpec) -> tuple[str, ...]:
+def encoder_pools(spec: ModelSpec) -> tuple[str, ...]:
     assert spec.encoder is not None
     return (LAST, MEAN, CLS, *((CLASSIFY,) if spec.encoder.labels else ()))
+
+
+class Eyes(NamedTuple):
+    """How pictures are encoded, if they are."""
+
+    make: Callable[[EngineConfig], Pictures | None] = lambda config: None
+    measure: Callable[[], tuple[float, float]] | None = None  # see `position_seconds`
+    notices: tuple[str, ...] = ()
+
+
+def native_eyes(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    code: Code,
+    threads: int,
+    life: tuple[Pulse, FreeCores],
+    on_progress: Callable[[str, int, int], None],
+) -> Eyes:
+    """The encoder of a model's pictures on the native kernels, or in torch where they do not cover it."""
+    vision = checkpoint.spec.vision
+    if vision is None or vision.encoder is None:
+        return Eyes()
+    from paceline.models.files.encoder import VISION
+    from paceline.runner.native.encoder import objection
+    from paceline.runner.native.picture_encoder import NativePictureEncoder
+    from paceline.runner.pictures import Pictures, position_seconds
+
+    # What 4 bits would cost an encoder is not known.
+    quantization = "int8" if model.quantization in MADE_ON_LOADING else model.quantization
+    reason, (pulse, free) = objection(checkpoint, quantization, VISION), life
+    if reason:
+        return torch_eyes(
+            checkpoint, free, notice=f"pictures are encoded by torch: of their encoder, {reason}"
+        )
+    encoder, patches = (
+        NativePictureEncoder(
+            checkpoint,
+            code,
+            threads,
+            free,
+            quantization=quantization,
+            pulse=pulse,
+            on_matrix=partial(on_progress, "loading the encoder of pictures"),
+        ),
+        vision.encoder.patches,
+    )
+    assert patches is not None
+
+    def make(config: EngineConfig) -> Pictures | None:
+        work = config.scheduler.encoder
+        return (
+            None
+            if work is None
+            else Pictures(encoder, work, patches, spent=encoder.work, close=encoder.close)
+        )
+
+    return Eyes(make, lambda: position_seconds(encoder, patches))
+
+
+def torch_eyes(
+    checkpoint: Checkpoint, free: FreeCores, workers: Workers | None = None, notice: str = ""
+) -> Eyes:
+    """The encoder of a model's pictures, computed by torch. `notice`: why."""
+    vision = checkpoint.spec.vision
+    if vision is None or vision.encoder is None:
+        return Eyes()
+    if find_spec("torch") is None:
+        what = notice or "pictures are encoded by torch"
+        raise ConfigError(f"{what}; torch is not installed: pip install 'paceline[torch]'")
+    from paceline.models.encoder import Encoder
+    from paceline.models.files.encoder import VISION
+    from paceline.runner.pictures import Pictures, position_seconds
+    from paceline.runner.workers import Workers
+
+    hands = Workers(free) if workers is None else workers
+    encoder, patches = Encoder(vision, checkpoint, VISION), vision.encoder.patches
+    assert patches is not None
+
+    def make(config: EngineConfig) -> Pictures | None:
+        work = config.scheduler.encoder
+        return None if work is None else Pictures(encoder, work, patches, hands.step)
+
+    def measure() -> tuple[float, float]:
+        with hands.step(MANY_TOKENS):
+            return position_seconds(encoder, patches)
+
+    return Eyes(make, measure, (notice,) if notice else ())
 
 
 def check_encoder(
@@ -186,5 +310,5 @@ def check_encoder(
         "--quantization int4": model.quantization == "int4",
     }
     for name in (name for name, is_given in wrong.items() if is_given):
-        raise ConfigError(f"{name}: this model is an encoder, computed on a CPU; leave it out")
+        raise ConfigError(f"{name}: this model is an encoder, which has none of that; leave it out")
     return True

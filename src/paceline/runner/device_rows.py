@@ -10,6 +10,7 @@ other token and store nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.config.engine import EngineConfig
 from paceline.config.sized import Capacity
 from paceline.core.adapter import NO_ADAPTER
-from paceline.core.plan import BlockAppends, BlockCopies, RowCopies, RowJoins, StepPlan
+from paceline.core.plan import BlockAppends, BlockCopies, Placements, RowCopies, RowJoins, StepPlan
 
 Index = NDArray[np.int64]
 
@@ -42,6 +43,8 @@ class DeviceRows:
         self.second_at: Index = np.zeros(num_rows, np.int64)  # of rows that pool; see PoolingParams
         self.ended = np.zeros(num_rows, np.bool_)  # has its last token; the host may not know yet
         self.decoding = np.zeros(num_rows, np.bool_)
+        # Of rows with pictures: where each begins and ends in the row, and its number.
+        self.media: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self.prompt_logprobs: Index = np.full(num_rows, -2, np.int64)  # -2: not asked for
         # One row more than there are: padding reads the null block, and stores nothing.
         self.tables: list[Index] = [
@@ -71,6 +74,19 @@ class DeviceRows:
             table[owner, places // block_size] * block_size + places % block_size for table in self.tables
         )
 
+    def place(self, placements: Placements, block_size: int) -> Iterator[tuple[int, Index, Index, int]]:
+        """Of each run that is placed its layer group, the slots it comes from and goes to, and how far keys turn."""
+        runs = zip(
+            *(getattr(placements, name).tolist() for name in ("row", "group", "start", "count")),
+            *(getattr(placements, name).tolist() for name in ("shift", "first", "offset")),
+            strict=True,
+        )
+        for row, group, start, count, shift, first, offset in runs:
+            old, new = np.arange(first, first + count), np.arange(start, start + count)
+            source = placements.blocks[offset + old // block_size].astype(np.int64) * block_size
+            target = self.tables[group][row, new // block_size] * block_size
+            yield group, source + old % block_size, target + new % block_size, shift
+
     def adapters_of(self, batch: FlatBatch) -> Index | None:
         """The adapter of each token of a batch; None where no token has one."""
         numbers = self.adapter[batch.rows]
@@ -94,6 +110,11 @@ class DeviceRows:
         self.ended[at] = self.decoding[at] = False
         for table in self.tables:
             table[at] = 0
+        if self.media or joins.media:
+            for row, media in zip(at.tolist(), joins.media or ((),) * len(at), strict=True):
+                self.media.pop(row, None)
+                if media:
+                    self.media[row] = media
         for row, tokens, sampling in zip(at.tolist(), joins.tokens, joins.sampling, strict=True):
             self.tokens[row, : len(tokens)] = tokens
             wanted = sampling.prompt_logprobs
@@ -112,7 +133,8 @@ NOWHERE = -1  # slot of a token whose keys and values are not stored
 class FlatBatch:
     """`rows`, `start`, `count` speak of rows; `tokens`, `positions`, `row_of` of tokens, row by row."""
 
-    rows: Index  # decoding rows first, then spans; padding is not among them
+    # Decoding rows first, then spans, of which a row may have several; padding is not among them.
+    rows: Index
     start: Index  # position of a row's first token in this step
     count: Index
     masked: NDArray[np.bool_]  # ended: nothing of it counts
@@ -145,6 +167,8 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
     at = np.concatenate([decode, plan.spans.row])
     masked = rows.ended[at]
     start = np.where(masked, 0, rows.computed[at])
+    if len(plan.spans.start):
+        start[len(decode) :] = np.where(masked[len(decode) :], 0, plan.spans.start)
     count = np.ones(len(at), np.int64)
     count[len(decode) :] = plan.spans.num_scheduled
     if drafts is not None:
@@ -180,6 +204,47 @@ def make_batch(rows: DeviceRows, plan: StepPlan, block_size: int, drafts: Drafts
         row_of=row_of,
         slots=slots,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """The tokens of a batch behind which a token is drawn: its last, and of a row with drafts those before them too.
+    Row by row, in order."""
+
+    token: Index  # index into the batch's tokens
+    row: Index  # index into the batch's rows
+    firsts: Index  # the first place of each row
+    depth: Index | int  # drafts of the row up to it
+    has_next: NDArray[np.bool_] | None  # a draft follows; None: nowhere
+
+    @classmethod
+    def of(cls, batch: FlatBatch, due: Index, verified: Index | None) -> Places:
+        if verified is None:
+            return cls(batch.last[due], due, np.arange(len(due)), 0, None)
+        sizes = verified[due] + 1
+        firsts: Index = np.cumsum(sizes) - sizes
+        row = np.repeat(due, sizes)
+        depth = np.arange(len(row)) - np.repeat(firsts, sizes)
+        return cls(batch.last[row] - verified[row] + depth, row, firsts, depth, depth < verified[row])
+
+
+def count_computed(rows: DeviceRows, batch: FlatBatch, placements: Placements) -> None:
+    """Rows have computed up to the end of their last entry, or of what was placed behind it."""
+    at = batch.rows
+    rows.computed[at] = np.where(batch.masked, rows.computed[at], batch.start + batch.count)
+    if len(placements.row):
+        np.maximum.at(rows.computed, placements.row, placements.start + placements.count)
+
+
+def last_entries(at: Index, finite: NDArray[np.bool_]) -> Index:
+    """Of a batch in which rows have several entries the last one of each, which speaks for all of them from here on."""
+    rows, inverse = np.unique(at, return_inverse=True)
+    is_good = np.ones(len(rows), np.bool_)
+    np.logical_and.at(is_good, inverse, finite)
+    finite &= is_good[inverse]
+    last: Index = np.zeros(len(rows), np.int64)
+    np.maximum.at(last, inverse, np.arange(len(at)))
+    return np.sort(last)
 
 
 def one_token_each(

@@ -32,10 +32,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.lock_file import take_lock
+from paceline.core.shared_files import read_key, take_lock
 from paceline.core.store import BlockHead
 from paceline.errors import ConfigError
-from paceline.runner.store_key import read_key
 
 VERSION = 1
 MAGIC = b"paceline kv\n"

@@ -37,6 +37,7 @@ MISSED, PARTLY, WHOLLY = 0, 1, 2  # how a row's last draft fared
 FATES = 3
 OF_HISTORY = (LONGEST - 1) * FATES  # the first kind of draft from an earlier text
 LENGTHS = 4  # of matches with earlier texts that are told apart
+MOST_UNSEEN = 16  # steps in a row that are not looked at, while no draft is worth its time
 # The first kind of draft from a model: its probability in eighths. Where there is a model, drafts from earlier texts
 # are told apart by the length of the match alone, so that 32 kinds are enough.
 OF_MODEL, EIGHTHS = OF_HISTORY + LENGTHS, 8
@@ -262,6 +263,8 @@ class NgramDrafter:
         self._compared = [0] * DRAFT_KINDS
         self._equal = [0] * DRAFT_KINDS
         self._any = False  # something was compared since the last tally
+        self._has_room = True  # for drafts, in the plan of this step
+        self._unseen = 0  # steps whose tokens were not looked at
 
     def join(self, rows: DeviceRows, row: int, prediction: Sequence[int] = ()) -> None:
         known: list[int] = rows.tokens[row, : rows.num_tokens[row]].tolist()
@@ -282,8 +285,11 @@ class NgramDrafter:
     def propose(self, rows: DeviceRows, plan: StepPlan, at: Index) -> Drafts | None:
         if len(plan.trust):
             self._trust = plan.trust.tolist()
-        if not plan.draft_width:
+        self._has_room = plan.draft_width > 0
+        if not self._has_room:
             return None
+        if self._unseen:
+            self._see(rows, at, [0] * len(at))
         depths = [draft_depth(trust, plan.draft_floor, plan.draft_width) for trust in self._trust]
         texts = [self._texts[row] for row in at.tolist()]
         counts = [depths[text.kind] if text.kind >= 0 else 0 for text in texts]
@@ -325,13 +331,24 @@ class NgramDrafter:
         return kept
 
     def observe(self, rows: DeviceRows, at: Index, count: Counts, verified: Index | None) -> None:
-        ends, counts = rows.num_tokens[at], count.tolist()
+        if not self._has_room and self._unseen < min(len(at), MOST_UNSEEN) - 1:
+            # Many rows are looked at now and then, so that looking costs as much as one of them.
+            self._unseen += 1
+            return
+        self._see(rows, at, [0] * len(at) if verified is None else verified.tolist())
+
+    def _see(self, rows: DeviceRows, at: Index, drafts: list[int]) -> None:
+        """Take in the tokens that have come since these rows were looked at, and find what may follow them."""
+        self._unseen = 0
+        ends = rows.num_tokens[at]
         last = rows.tokens[at, ends - 1].tolist()
-        drafts = [0] * len(last) if verified is None else verified.tolist()
-        for number, row in enumerate(at.tolist()):
+        for number, (row, end) in enumerate(zip(at.tolist(), ends.tolist(), strict=True)):
             text, new = self._texts[row], [last[number]]
-            if counts[number] != 1:
-                new = rows.tokens[row, ends[number] - counts[number] : ends[number]].tolist()
+            known = len(text.tokens)
+            if known == end:
+                continue
+            if known + 1 != end:
+                new = rows.tokens[row, known:end].tolist()
             text.add(new, self._fate(text, new, drafts[number]))
             if text.prediction is not None:
                 text.prediction.follow(new)

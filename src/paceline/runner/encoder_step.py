@@ -42,6 +42,9 @@ class NoKV:
     def copy_blocks(self, group: int, source: Index, target: Index) -> None:
         return None
 
+    def place(self, group: int, source: Index, target: Index, shift: int) -> None:
+        raise AssertionError("a model without keys and values has nothing to place")
+
     def swap_out(self, group: int, blocks: Index, places: Index) -> None:
         return None
 
@@ -72,7 +75,7 @@ class ClassifierHead:
     def __init__(self, source: TensorSource) -> None:
         options = source.spec.encoder
         assert options is not None
-        self._options, self._eps = options, source.spec.norm_eps
+        self.options, self.eps = options, source.spec.norm_eps
 
         def read(name: str) -> Floats:
             if name not in source.names():
@@ -82,19 +85,30 @@ class ClassifierHead:
             return values.copy()
 
         first, second = options.head
-        self._dense, self._dense_bias = read(first + ".weight"), read(first + ".bias")
-        self._norm = read(options.head_norm + ".weight") if options.head_norm else None
-        self._scores, self._scores_bias = read(second + ".weight"), read(second + ".bias")
+        self.values = {
+            "dense": read(first + ".weight"),
+            "dense_bias": read(first + ".bias"),
+            "scores": read(second + ".weight"),
+            "scores_bias": read(second + ".bias"),
+        }
+        if options.head_norm:
+            self.values["norm"] = read(options.head_norm + ".weight")
 
     def scores(self, states: Floats, *, raw: bool) -> Floats:
         """From the states of all tokens; of one label, how much it holds. `raw`: without softmax or sigmoid."""
-        state = states.mean(axis=0) if self._options.head_mean else states[0]
-        inner = self._dense @ state + self._dense_bias
-        inner = np.tanh(inner) if self._options.head_activation == "tanh" else _gelu(inner)
-        if self._norm is not None:
+        values, options = self.values, self.options
+        state = states.mean(axis=0) if options.head_mean else states[0]
+        inner = values["dense"] @ state + values["dense_bias"]
+        inner = np.tanh(inner) if options.head_activation == "tanh" else _gelu(inner)
+        if "norm" in values:
             inner = inner - inner.mean()
-            inner = inner / np.sqrt(np.square(inner).mean() + self._eps) * self._norm
-        logits = (self._scores @ inner + self._scores_bias).astype(np.float64)
+            inner = inner / np.sqrt(np.square(inner).mean() + self.eps) * values["norm"]
+        return self.scored(values["scores"] @ inner + values["scores_bias"], raw=raw)
+
+    @staticmethod
+    def scored(logits: NDArray[np.floating], *, raw: bool) -> Floats:
+        """Logits as scores."""
+        logits = logits.astype(np.float64)
         found = logits
         if not raw and len(logits) == 1:
             found = 1 / (1 + np.exp(-logits))
@@ -129,6 +143,7 @@ class EncoderStep:
     ) -> None:
         self.spec = encoder.spec
         self.kv = NoKV(block_size)
+        self.pictures = None
         self.close = close
         self.work = work
         self._encoder = encoder
@@ -144,7 +159,7 @@ class EncoderStep:
         whole = np.flatnonzero((ends >= rows.num_tokens[batch.rows]) & ~batch.masked).tolist()
         self._states = {}
         good = np.ones(len(batch.tokens), np.bool_)
-        for part in _parts(whole, ends, self._most_tokens):
+        for part in parts_of(whole, ends, self._most_tokens):
             texts = [rows.tokens[batch.rows[index], : ends[index]] for index in part]
             with self._around(int(ends[part].sum())):
                 found = self._encoder.forward(
@@ -167,7 +182,7 @@ class EncoderStep:
         raise AssertionError("an encoder has no logits")
 
 
-def _parts(whole: list[int], sizes: Index, most_tokens: int) -> list[list[int]]:
+def parts_of(whole: list[int], sizes: Index, most_tokens: int) -> list[list[int]]:
     """Texts in groups of bounded size, at least one each."""
     parts: list[list[int]] = []
     total = most_tokens

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.engine import KVConfig
+from paceline.models.rope import rotate, shift_turn
 from paceline.models.spec import FurtherLayer, ModelSpec
 from paceline.runner.device_rows import copies_at_once
 
@@ -57,6 +58,7 @@ class KVTensors:
         dtype: str = "float32",
     ) -> None:
         """`further`: layers of a model that guesses, behind those of the model. `dtype`: float32 or int8."""
+        self._ropes = [spec.ropes[rope] for rope in spec.layer_ropes]
         self.block_size = config.block_size
         self.windows = spec.group_windows
         self.layer_groups = (*spec.layer_groups, *(layer.group(self.windows) for layer in further))
@@ -109,6 +111,18 @@ class KVTensors:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
         origins, targets = copies_at_once(source, target)
         self._move(group, self.layers, origins, self.layers, targets)
+
+    def place(self, group: int, source: Index, target: Index, shift: int) -> None:
+        """Copy tokens that follow each other from some slots to others, with their keys turned by `shift` positions."""
+        read, write = torch.from_numpy(source), torch.from_numpy(target)
+        # Layers of a model that guesses have no rotation here: it has none where tokens are placed.
+        for pools, mine, rope in zip(self.layers, self.layer_groups, self._ropes, strict=True):
+            if mine != group:
+                continue
+            assert pools.key_scales is None, "only floats are turned"
+            keys, values = pools.keys.flatten(1, 2), pools.values.flatten(1, 2)
+            keys[:, write] = rotate(keys[:, read], *shift_turn(rope, shift))
+            values[:, write] = values[:, read]
 
     def swap_out(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self.layers, blocks, self._host, places)

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.parameters import CHOICE, CLASSIFY, CLS, MEAN, PoolingParams
 from paceline.core.plan import RowVector
-from paceline.core.pooling import CHOICE, CLASSIFY, CLS, MEAN, PoolingParams
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 
 Index = NDArray[np.int64]
@@ -90,20 +90,20 @@ class Pooler:
             states = compute.states(batch, index, only_last=False)
             total = states.sum(axis=0, dtype=np.float64) + self._sums.get(row, 0.0)
             self._sums[row] = total
-            return _finished(total / length, wanted) if is_whole else None
+            return finished(total / length, wanted) if is_whole else None
         if not is_whole:
             return None
         if kind == CHOICE:
             last = int(batch.last[index])
             logits = compute.logits(np.array([last]))[0, list(wanted.token_ids)]
-            return logits.astype(np.float32) if wanted.raw else _softmax(logits)
+            return logits.astype(np.float32) if wanted.raw else softmax(logits)
         states = compute.states(batch, index, only_last=kind not in (CLS, CLASSIFY))
         if kind == CLASSIFY:
             return compute.classify(states, raw=wanted.raw)
-        return _finished(states[0 if kind == CLS else -1], wanted)
+        return finished(states[0 if kind == CLS else -1], wanted)
 
 
-def _finished(vector: NDArray[np.floating], wanted: PoolingParams) -> Floats:
+def finished(vector: NDArray[np.floating], wanted: PoolingParams) -> Floats:
     """Cut to its dimensions, then of length 1 where that is wanted."""
     values = vector[: wanted.dimensions].astype(np.float64)
     if wanted.normalize:
@@ -111,7 +111,7 @@ def _finished(vector: NDArray[np.floating], wanted: PoolingParams) -> Floats:
     return values.astype(np.float32)
 
 
-def _softmax(logits: Floats) -> Floats:
+def softmax(logits: Floats) -> Floats:
     weights = np.exp((logits - logits.max()).astype(np.float64))
     shares: Floats = (weights / weights.sum()).astype(np.float32)
     return shares

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.core.shared_files import KEY_BYTES, read_key
 from paceline.core.store import ANYWHERE, BlockHead
 from paceline.errors import ConfigError
-from paceline.runner.store_key import KEY_BYTES, read_key
 
 MAGIC = b"pkv1"
 DIGEST_BYTES = 32

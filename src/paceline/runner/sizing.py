@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.config.encoder import EncoderWork
 from paceline.config.engine import EngineConfig, LearnedSteps, ModelConfig, StepCosts
 from paceline.errors import ConfigError
-from paceline.models.spec import FurtherLayer, ModelSpec
+from paceline.models.spec import FurtherLayer, ModelSpec, model_work
 
 GIB = 1 << 30
 LONGEST_BLOCK = 1024  # that a config allows
@@ -56,7 +57,7 @@ def choose_sizes(
     """`given` completed: every size the engine's config needs. `measure`: what a step takes at least, and a token.
     `further`: see `block_bytes`."""
     if spec.encoder is not None:
-        return _encoder_sizes(spec, given, measure)
+        return encoder_sizes(spec, given, lambda: step_budget(*measure(), margin=ALONE))
     sizes = dict(given)
     block_size = sizes.setdefault("block_size", 16)
     per_block = block_bytes(spec, block_size, further, model.cpu_kv_dtype)
@@ -81,7 +82,7 @@ def choose_sizes(
         measured = measure()
         sizes["max_num_batched_tokens"] = step_budget(*measured)
         sizes.setdefault("max_num_prompt_tokens", step_budget(*measured, margin=ALONE))
-        sizes["learned_steps"] = _learned_steps(measured, sizes, "max_num_prompt_tokens" in given)
+        sizes["learned_steps"] = _learned_steps(measured, spec, sizes, "max_num_prompt_tokens" in given)
     sizes.setdefault("depth", 0)  # host and device are the same cores: planning ahead would gain nothing
     if any(rope.kind == "dynamic" for rope in spec.ropes) and longest > min(
         rope.trained_positions for rope in spec.ropes if rope.kind == "dynamic"
@@ -91,23 +92,28 @@ def choose_sizes(
     return sizes
 
 
-def _encoder_sizes(
-    spec: ModelSpec, given: Mapping[str, Any], measure: Callable[[], tuple[float, float]]
+def encoder_sizes(
+    spec: ModelSpec,
+    given: Mapping[str, Any],
+    budget: Callable[[], int],
+    *,
+    rows: int = DEFAULT_ROWS,
+    depth: int = 0,
 ) -> dict[str, Any]:
     """An encoder keeps nothing: blocks are only counted, so there are as many as its rows can want. A step has room for
-    the longest text."""
+    the longest text. `budget`: tokens of a step; `rows` and `depth` as on its device."""
     sizes = dict(given)
     longest = sizes.setdefault("max_model_len", spec.max_positions)
     if longest > spec.max_positions:
         raise ConfigError(
             f"--max-model-len {longest} is longer than the model's {spec.max_positions} positions"
         )
-    rows = sizes.setdefault("max_num_seqs", DEFAULT_ROWS)
+    rows = sizes.setdefault("max_num_seqs", rows)
     size = sizes["block_size"] = min(longest, LONGEST_BLOCK)
     sizes["num_blocks"] = 1 + rows * -(-longest // size)
     if "max_num_batched_tokens" not in sizes:
-        sizes["max_num_batched_tokens"] = max(step_budget(*measure(), margin=ALONE), longest)
-    sizes.setdefault("depth", 0)
+        sizes["max_num_batched_tokens"] = max(budget(), longest)
+    sizes.setdefault("depth", depth)
     return {**sizes, "enable_prefix_caching": False, "num_host_blocks": 0}
 
 
@@ -117,9 +123,12 @@ def step_budget(fixed_s: float, per_token_s: float, margin: float = MARGIN) -> i
     return min(max(tokens // 8 * 8, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
-def _learned_steps(measured: tuple[float, float], sizes: Mapping[str, Any], is_bound: bool) -> LearnedSteps:
+def _learned_steps(
+    measured: tuple[float, float], spec: ModelSpec, sizes: Mapping[str, Any], is_bound: bool
+) -> LearnedSteps:
     """How sizes follow measured steps; `is_bound`: the size of steps without decoding rows was given."""
     alone = sizes["max_num_prompt_tokens"]
+    work = model_work(spec, weight_bytes=0, kv_token_bytes=0.0)
     most = min(max(LEARNED_BUDGET, 2 * alone), LARGEST_BUDGET)
     return LearnedSteps(
         fixed_s=measured[0],
@@ -129,6 +138,43 @@ def _learned_steps(measured: tuple[float, float], sizes: Mapping[str, Any], is_b
         least=SMALLEST_STEP,
         most=min(most, alone) if is_bound and alone else most,
         most_alone=max(alone, sizes["max_num_batched_tokens"]) if is_bound else most,
+        product_s=measured[1] * PAIR_COST * work.product_flops / work.token_flops,
+    )
+
+
+PAGE = 64  # vectors of pictures in a page
+CACHED_VECTORS, CACHED_BYTES = 8192, GIB  # vectors at least; bytes, where a prompt could have more
+PAIR_COST = 2.0  # a pair of attention takes as long as so many of its operations would in a product
+
+
+def encoder_work(
+    vision: ModelSpec,
+    position_s: tuple[float, float],
+    token_s: float,
+    cached: int | None,
+    config: EngineConfig,
+) -> EncoderWork:
+    """What encoding takes, beside a decoder that takes `token_s` for a token. `position_s`: see
+    `pictures.position_seconds`. `cached`: vectors in memory."""
+    assert vision.encoder is not None and vision.encoder.patches is not None
+    units, local = vision.encoder.patches.side**2, vision.encoder.local
+    inner = vision.intermediate_size * (1.5 if vision.encoder.is_gated else 1.0)
+    share = PAIR_COST / (vision.hidden_size + inner)
+    seen = 0 if local and local[0] else units  # in the layer that was timed; windows are counted as nothing
+    alone_s = max(position_s[1], 1e-9) / (1 + share * seen)  # of a position that attends to nothing
+    if local:  # in most layers a patch sees few others
+        share *= 1 - sum(local) / len(local)
+    most = CACHED_BYTES // (4 * vision.encoder.patches.values)
+    vectors = cached or max(CACHED_VECTORS, min(config.scheduler.max_model_len, most))
+    return EncoderWork(
+        layers=vision.num_layers,
+        num_pages=-(-vectors // PAGE),
+        page_vectors=PAGE,
+        max_units=units,
+        token_positions=max(token_s / alone_s, 1e-3),
+        product_share=share,
+        keys_share=position_s[0] / alone_s,
+        least="line" if config.scheduler.encode == "whole" else "position",
     )
 
 

@@ -16,14 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.guide import Guide
-from paceline.core.plan import EMPTY, Moves, Pending, Runner, StepPlan, StepResult
+from paceline.core.plan import EMPTY, MediaRunner, Moves, Pending, Runner, StepPlan, StepResult
 from paceline.core.store import NO_STORE_WORK, BlockHead, BlockStore, StoreWork
+from paceline.core.stretch import MediaInput
 
 I32 = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
@@ -277,6 +278,12 @@ class StoringRunner:
     def reset(self, full: StepPlan) -> None:
         self._threads.forget()
         self._runner.reset(full)
+
+    def hold(self, media: int, given: MediaInput) -> None:
+        cast(MediaRunner, self._runner).hold(media, given)
+
+    def drop(self, media: int) -> None:
+        cast(MediaRunner, self._runner).drop(media)
 
     def submit(self, plan: StepPlan) -> StoringPending:
         pending = self._runner.submit(plan)  # first: if it raises, nothing has begun

@@ -13,7 +13,7 @@ from paceline.config.engine import KVConfig, ModelConfig
 from paceline.core.counters import CPUWork
 from paceline.core.standing import Pulse
 from paceline.models.adapters import AdapterTables
-from paceline.models.decoder import Decoder
+from paceline.models.decoder import Decoder, SeenPictures
 from paceline.models.draft_head import DraftNet
 from paceline.models.files.open import Checkpoint
 from paceline.models.load import DenseStorage, Storage
@@ -21,6 +21,7 @@ from paceline.models.quantized import QuantizedStorage, fast_product
 from paceline.runner.attention import StepAttention
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.kv_tensors import KVTensors
+from paceline.runner.pictures import Pictures
 from paceline.runner.workers import Workers
 
 Index = NDArray[np.int64]
@@ -37,8 +38,10 @@ class TorchStep:
         pulse: Pulse | None = None,
         net: DraftNet | None = None,
         kv_dtype: str = "float32",
+        pictures: Pictures | None = None,
     ) -> None:
         """`net`: a model that guesses, whose keys are kept too and which reads hidden states."""
+        self.pictures = pictures
         self.spec = decoder.spec
         self.kv = KVTensors(decoder.spec, config, () if net is None else net.layers, kv_dtype)
         self.adapters = AdapterTables(decoder.spec)
@@ -67,9 +70,24 @@ class TorchStep:
                 attend_and_beat,
                 self._tapped,
                 None if numbers is None else self.adapters.of_tokens(numbers),
+                self._seen(rows, batch),
             )
         good: NDArray[np.bool_] = torch.isfinite(self._hidden).all(dim=-1).numpy()
         return good
+
+    def _seen(self, rows: DeviceRows, batch: FlatBatch) -> SeenPictures | None:
+        if self.pictures is None:
+            return None
+        slots = self.pictures.slots(rows, batch)
+        turns = self.pictures.turns(rows, batch) if self.spec.has_turns else None
+        if slots is None and turns is None:
+            return None
+        places = np.zeros(0, np.int64) if slots is None else np.flatnonzero(slots >= 0)
+        return SeenPictures(
+            torch.from_numpy(places),
+            torch.from_numpy(self.pictures.vectors[places if slots is None else slots[places]]),
+            None if turns is None else torch.from_numpy(turns),
+        )
 
     def seen(self) -> tuple[list[Tensor], Tensor]:
         """Of the tokens of the last batch: the hidden states that the guessing model reads, and the last one."""

@@ -42,7 +42,9 @@ TALLIES = 4  # that are learnt from at once
 MOVED = 0.01  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
-LEVEL, FACTOR, NEW_FACTOR = 0.05, 0.1, 0.3  # weights of the last step in what is known of step times
+# Weights of the last step in what is known of step times. A machine that gets slower must be noticed before a size is
+# taken for dear.
+LEVEL, FACTOR, NEW_FACTOR = 0.15, 0.03, 0.1
 MOST_SURPRISE = 2.0
 RECORD_S = 1.0  # least time between two decisions on record
 

@@ -22,10 +22,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from paceline.config.engine import EncoderWork
+import numpy as np
+
+from paceline.config.encoder import EncoderWork
+from paceline.core.counters import MediaUse
 from paceline.core.plan import EncodeJoin, Encodes
 from paceline.core.request import Request
-from paceline.core.stretch import MediaItem, Stretch
+from paceline.core.stretch import MediaItem, Stretch, StretchKind
 from paceline.kv.block_pool import BlockPool, Blocks
 
 
@@ -48,8 +51,10 @@ class Group:
 
     encodings: list[Encoding]
     total: int  # length of its line
+    units: int
     products: int  # units that a unit attends to, on average
     planned: int = 0
+    credit: float = 0.0  # tokens that rows have paid for what is less than a part
     done: int = 0
 
 
@@ -61,6 +66,7 @@ class RowMedia:
     stretches: tuple[Stretch, ...]
     passed: int = 0  # stretches that it has computed
     held: dict[int, Encoding] = field(default_factory=dict)  # by stretch
+    waits_since_s: float | None = None  # it stands at a picture without vectors
 
 
 @dataclass(slots=True)
@@ -94,11 +100,12 @@ class Encodings:
         )
         self.now: Group | None = None  # of which the step being planned computes a part
         self._first = 0
+        self.as_tokens = 0.0  # what has been planned of lines, in tokens of prompts
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        for key in {item.key for item in request.media}:
+        for key in _keys(request):
             known = self._known.get(key)
             if known is None:
                 known = self._known[key] = _Known(self._next_number)
@@ -107,7 +114,7 @@ class Encodings:
 
     def drop_request(self, request: Request, submitted: int, completed: int) -> None:
         """A request has ended. What no other has need not be held, once the steps under way are done."""
-        for key in {item.key for item in request.media}:
+        for key in _keys(request):
             known = self._known[key]
             known.num_requests -= 1
             if not known.num_requests:
@@ -149,7 +156,8 @@ class Encodings:
     # -- rows ----------------------------------------------------------------------------------------------
 
     def take_row(self, request: Request, row: int, num_computed: int) -> None:
-        self.rows[row] = RowMedia(request, request.stretches)
+        stretches = tuple([each for each in request.stretches if each.kind is StretchKind.MEDIA])
+        self.rows[row] = RowMedia(request, stretches)
         self.computed(row, num_computed)
 
     def leave_row(self, row: int, submitted: int, completed: int) -> None:
@@ -214,14 +222,24 @@ class Encodings:
             return 0
         if self.now is None:
             self.now, self._first = group, group.planned
-        token_positions = self.work.positions_of_a_token(group.products)
-        count = min(max(1, int(tokens * token_positions)), group.total - group.planned)
-        group.planned += count
+        first, credit = group.planned, group.credit + tokens
+        part = self.work.least_positions(group.units)
+        count = self.work.positions(credit, first, group.units, group.products) // part * part
+        if not count and first == self._first:  # every step goes on; what is beyond its share is not owed
+            count = part
+        count = min(count, group.total - first)
+        taken = self.work.tokens(first, count, group.units, group.products)
+        self.as_tokens += taken
+        group.planned, paid = first + count, taken - group.credit
+        group.credit = max(0.0, credit - taken)
         if group.planned == group.total:
             self.group, self.last_completed = None, group
             for encoding in group.encodings:
                 encoding.is_planned, encoding.last_step = True, step
-        return min(tokens, math.ceil(count / token_positions))
+            if self.work.least == "line":  # beside the tokens of the step
+                return 0
+            return max(0, min(tokens, math.ceil(paid)))
+        return tokens
 
     def _begin(self, rows: Iterable[int], step: int) -> None:
         """Take items of rows in order, each with all its pages, as many as fit together."""
@@ -253,7 +271,7 @@ class Encodings:
         if taken:
             assert self.work is not None
             total = 2 * self.work.layers * units
-            self.group = Group(taken, total, products // units)
+            self.group = Group(taken, total, units, products // units)
             self.unfinished.append(self.group)
 
     def most_steps(self, tokens: int) -> int:
@@ -262,8 +280,16 @@ class Encodings:
             return 0
         units = [item.units for media in self.rows.values() for item in media.request.media]
         units += [each.item.units for group in self.unfinished for each in group.encodings]
-        a_step = max(1, int(tokens * self.work.positions_of_a_token(max(units, default=0))))
+        a_step = max(1, int(tokens / max(self.work.prices(max(units, default=0)))))
+        if self.work.least != "position":  # what is less than a part waits for the next step
+            a_step = max(1, a_step // 2)
         return sum(-(-2 * self.work.layers * count // a_step) for count in units)
+
+    def use(self) -> MediaUse:
+        """How the pages are used."""
+        pool = self.pool
+        cached = int(np.count_nonzero(pool.cached & (pool.refs == 0))) if pool.usable else 0
+        return MediaUse(held=pool.usable - pool.num_free, cached=cached, pages=pool.usable)
 
     def take_plan(self) -> tuple[Encodes, Group]:
         """What the step being planned computes of the line."""
@@ -338,3 +364,8 @@ class Encodings:
         known = self._known.get(key)
         if known is not None and not known.num_requests and key not in self.items:
             del self._known[key]
+
+
+def _keys(request: Request) -> list[bytes]:
+    """Of its items, each once and in order: a set would give them other numbers in a replay."""
+    return list(dict.fromkeys(item.key for item in request.media))

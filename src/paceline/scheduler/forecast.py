@@ -10,86 +10,155 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.engine import SchedulerConfig
 from paceline.core.events import Forecast
 from paceline.core.plan import StepTimes, StepWork
 from paceline.core.request import Request
 from paceline.costs.step_speed import StepSpeed
 from paceline.policy import RequestView
+from paceline.scheduler.modules import bodies_of
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step.pace import ExpectedRoom, StepRoom
 from paceline.scheduler.view_columns import waiting_values, with_one_more
 
-Cost = Callable[[float, float], float]  # seconds of a step, of its decoding rows and its tokens of prompts
-Budget = Callable[[int], int]  # tokens of a step with prompts, of its decoding rows
+# Seconds of a step, of its decoding rows, its prompt tokens and their pairs.
+Cost = Callable[[float, float, float], float]
+PART = 8192  # tokens of a prompt that have a budget in common
+
+
+@dataclass(slots=True)
+class PromptAhead:
+    """A prompt that is being read."""
+
+    left: int  # tokens
+    at: int  # tokens before these
+    decodes: tuple[float, float] | None  # steps, and blocks when it begins; None: nothing of it follows
+    is_long: bool
+
+    def read(self, tokens: int) -> float:
+        """The pairs of its next tokens, which are read."""
+        pairs = tokens * (self.at + 0.5 * tokens)
+        self.left -= tokens
+        self.at += tokens
+        return pairs
 
 
 class StepProjection:
-    """Seconds pass as prompts are read. Blocks are counted in fractions: on average that is what rows fill."""
+    """Seconds pass as prompts are read. Blocks are counted in fractions: on average that is what rows fill.
+
+    A step goes to the prompts in order, none of which takes more than its share while others could use it. Steps that
+    are alike are counted together.
+    """
 
     def __init__(
         self,
         cost: Cost,
-        budget: Budget,
+        budget: ExpectedRoom,
         *,
         endings: Iterable[tuple[float, float]],
         free_rows: int,
         free_blocks: float,
         block_size: float,
+        share: float = 1.0,
     ) -> None:
         """`endings`: of each decoding row, in how many steps it ends and how many blocks it holds then."""
         self.seconds = 0.0
-        self._cost, self._budget = cost, budget
+        self._cost, self._budget, self._share = cost, budget, share
         self._ends = list(endings)
         heapq.heapify(self._ends)
         self.decoding = len(self._ends)
         self._rows, self._blocks = free_rows, free_blocks
         self._block_size = block_size
         self._step = 0.0
-        self._filled = 0  # tokens of prompts in the step that is being filled
+        self._reading: list[PromptAhead] = []
 
     def admit(self, blocks: float) -> None:
-        """Wait until there is a row and `blocks` blocks, or until no request runs any more, and take them."""
-        while (self._rows < 1 or self._blocks < blocks) and self._ends:
-            self._advance(max(1.0, self._ends[0][0] - self._step))
+        """Wait until there is a row, `blocks` blocks and a step with tokens left, or until no request runs any more,
+        and take them."""
+        while self._reading and not self._has_room():
+            self._read_on(others=True)
+        while (self._rows < 1 or self._blocks < blocks) and (self._ends or self._reading):
+            if self._reading:
+                self._read_on(others=True)
+            else:
+                self._decode_on()
         self._rows -= 1
         self._blocks -= blocks
 
-    def read(self, tokens: int) -> None:
-        """Compute tokens of a prompt, in the step that has room and those after it."""
-        self._filled += tokens
-        while True:
-            free = max(1, self._budget(self.decoding) - self.decoding)
-            steps = self._filled // free
-            if not steps:
-                return
-            if self._ends and self._ends[0][0] < self._step + steps:  # not alike beyond that
-                steps = min(steps, max(1, math.ceil(self._ends[0][0] - self._step)))
-            self._filled -= steps * free
-            self.seconds += steps * self._cost(self.decoding, free)
-            self._pass(steps)
+    def read(self, tokens: int, at: int = 0, decodes: tuple[float, float] | None = None) -> PromptAhead:
+        """Compute tokens of a prompt, `at` of which are computed, in the steps that have room. `decodes`: how many
+        tokens it generates from then on, and the blocks it holds."""
+        prompt = PromptAhead(tokens, at, decodes, self._budget.is_long(at + tokens))
+        self._reading.append(prompt)
+        return prompt
 
-    def decode(self, num_tokens: float, blocks: float) -> None:
-        """The request whose prompt was just read, holding `blocks`, generates `num_tokens` from the next step on."""
-        heapq.heappush(self._ends, (self._step + num_tokens, blocks + num_tokens / self._block_size))
-        self.decoding += 1
+    def first_token_s(self, prompt: PromptAhead) -> float:
+        """When a prompt gives its token: with the step it ends in."""
+        while prompt.left > 0:
+            self._read_on()
+        return self.seconds
 
-    def first_token_s(self) -> float:
-        """When the prompt that was read last gives its token: with the step it ends in."""
-        return self.seconds + (self._cost(self.decoding, self._filled) if self._filled else 0.0)
+    def _room(self, others: bool) -> StepRoom:
+        """Tokens of the next step for prompts. `others`: one more waits for them."""
+        long = [prompt.at for prompt in self._reading if prompt.is_long]
+        done = max(long) // PART * PART if long else -1
+        room = self._budget(self.decoding, done, others=others or len(long) < len(self._reading))
+        return StepRoom(max(1, room.tokens - self.decoding), room.for_long)
 
-    def _advance(self, steps: float) -> None:
-        """Steps in which no further prompt is read."""
-        if self._filled:
-            self.seconds += self._cost(self.decoding, self._filled)
-            self._filled = 0
-            self._pass(1.0)
-            steps -= 1.0
-        if steps > 0.0:
-            self.seconds += steps * self._cost(self.decoding, 0)
-            self._pass(steps)
+    def _has_room(self) -> bool:
+        """Whether the next step has tokens for one more prompt."""
+        room = self._room(others=True)
+        return sum(self._taken(room, others=True)) < room.tokens
+
+    def _taken(self, room: StepRoom, *, others: bool) -> list[int]:
+        """What the prompts take of a step, in order, each held to its share while others could use more."""
+        taken: list[int] = []
+        left, for_long = room.tokens, room.for_long
+        share = max(1, int(self._share * (left + self.decoding)))
+        most = share if others or len(self._reading) > 1 else left
+        for is_held in (True, False):
+            for index, prompt in enumerate(self._reading):
+                before = 0 if is_held else taken[index]
+                more = min(prompt.left - before, left, most if is_held else left)
+                more = min(more, for_long) if prompt.is_long else more
+                if is_held:
+                    taken.append(more)
+                else:
+                    taken[index] += more
+                left -= more
+                for_long -= more * prompt.is_long
+            if others:
+                break
+        return taken
+
+    def _read_on(self, *, others: bool = False) -> None:
+        """The next step, and those after it that are like it."""
+        taken = self._taken(self._room(others), others=False)
+        under_way = [(prompt, tokens) for prompt, tokens in zip(self._reading, taken, strict=True) if tokens]
+        steps = min(prompt.left // tokens for prompt, tokens in under_way)
+        steps = min(steps, max(1, PART // max(taken)))
+        if self._ends and self._ends[0][0] < self._step + steps:  # not alike beyond that
+            steps = max(1, math.ceil(self._ends[0][0] - self._step))
+        pairs = sum(prompt.read(steps * tokens) for prompt, tokens in zip(self._reading, taken, strict=False))
+        self.seconds += steps * self._cost(self.decoding, sum(taken), pairs / steps)
+        self._pass(steps)
+        for prompt, _ in under_way:
+            if not prompt.left and prompt.decodes is not None:
+                tokens, blocks = prompt.decodes
+                heapq.heappush(self._ends, (self._step + tokens, blocks + tokens / self._block_size))
+                self.decoding += 1
+        self._reading = [prompt for prompt in self._reading if prompt.left]
+
+    def _decode_on(self) -> None:
+        """Steps in which no prompt is read, until a row ends."""
+        steps = max(1.0, self._ends[0][0] - self._step)
+        self.seconds += steps * self._cost(self.decoding, 0, 0.0)
+        self._pass(steps)
 
     def _pass(self, steps: float) -> None:
         self._step += steps
@@ -103,6 +172,8 @@ class StepProjection:
 MOST_WALKED = 256  # waiting requests that are looked at one by one; those behind them are like these
 BETWEEN = 0.03  # weight of the last step in how long steps with decoding rows take
 
+_WHOLE = 1 << 16  # of a step, of which shares are taken
+
 Ints = NDArray[np.int64]
 
 
@@ -111,7 +182,7 @@ class Forecaster:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._speed = StepSpeed()
+        self._speed = StepSpeed(*_attention_prices(state.config))
         self._between_s = 0.0  # of steps with decoding rows, lately
         self._runner_s = 0.0  # end of the last step, of the runner's clock
         self._done_s = -math.inf  # when that was known, of the scheduler's
@@ -125,30 +196,32 @@ class Forecaster:
         self._is_busy = is_busy
         if took_s <= 0.0 or work.has_more:
             return
-        self._speed.learn(work.decode_rows, work.prefill_tokens, took_s)
+        self._speed.learn(work.decode_rows, work.prefill_tokens, took_s, self._pairs_of(work))
         if work.decode_rows:
             weight = BETWEEN if self._between_s else 1.0
             self._between_s += weight * (min(took_s, 3.0 * self._between_s or took_s) - self._between_s)
 
-    def predict(self, request: Request, budget: Budget) -> Forecast | None:
+    def predict(self, request: Request, budget: ExpectedRoom) -> Forecast | None:
         """For a request that has not been added yet; None while too little is known. `budget`: see `StepProjection`."""
         if not self._speed.is_known:
             return None
-        state, cost = self._state, self._speed.now()
+        state, cost = self._state, self._cost_beside()
         view, ahead = _ahead(state, request)
         allowed = request.max_total - request.num_tokens
         tenant = np.array([state.known_tenant(request.tenant)])
         output = float(state.output_stats.outputs_left(tenant, np.array([allowed]))[0])
         cached = state.kv.match(request.keys, request.num_tokens).num_blocks * state.kv.block_size
-        own = max(1, request.num_tokens - cached)
+        cached = min(cached, request.num_tokens - 1)
+        own = max(1, request.num_tokens - cached - _placed(state, request, cached))
         under_way_s = self._under_way_s()
         projection = self._project(cost, budget)
-        soonest_s = under_way_s + _reading_s(own, projection.decoding, cost, budget)
+        soonest_s = under_way_s + _reading_s(own, cached, projection.decoding, cost, budget)
         self._admit_ahead(projection, view, ahead)
-        projection.admit(state.kv.blocks_for(own))
-        projection.read(own)
-        first_s = under_way_s + projection.first_token_s()
-        alone_s, between_s = _reading_s(own, 0, cost, budget), cost(1, 0) / self._each
+        projection.admit(state.kv.blocks_for(request.num_tokens - cached))
+        first_s = under_way_s + projection.first_token_s(projection.read(own, cached))
+        alone_s = _reading_s(own, cached, 0, self._speed.now(), budget)
+        reads = self._speed.pairs(0.0, request.num_tokens)  # of its own tokens, in each step it decodes in
+        between_s = self._speed.seconds(1, 0, reads) / self._each
         beside_s = max(self._between_s / self._each, between_s) if projection.decoding else between_s
         return Forecast(
             first_token_s=first_s,
@@ -170,7 +243,8 @@ class Forecaster:
         if not self._speed.is_known or not len(live):
             return None
         left = self._left(live)
-        return float(left.min()) / self._each * max(self._between_s, self._speed.seconds(len(live), 0))
+        step_s = self._cost_beside()(len(live), 0, 0.0)
+        return float(left.min()) / self._each * max(self._between_s, step_s)
 
     # -- the state as numbers ------------------------------------------------------------------------------
 
@@ -182,7 +256,9 @@ class Forecaster:
     def _under_way_s(self) -> float:
         """Until the steps that were submitted are done; the first of them has been running for a while."""
         seconds = [
-            self._speed.seconds(flight.work.decode_rows, flight.work.prefill_tokens)
+            self._speed.seconds(
+                flight.work.decode_rows, flight.work.prefill_tokens, self._pairs_of(flight.work)
+            )
             for flight in self._state.flights
         ]
         if not seconds:
@@ -191,6 +267,19 @@ class Forecaster:
         gone_s = since_s if since_s < seconds[0] else 0.5 * seconds[0]
         return sum(seconds) - gone_s
 
+    def _pairs_of(self, work: StepWork) -> float:
+        return self._speed.pairs(work.prefill_context_products, work.decode_context)
+
+    def _cost_beside(self) -> Cost:
+        """What steps take now, each of whose rows reads as much as those that decode do on average."""
+        rows = self._state.rows
+        decoding = rows.decoding[: rows.high]
+        running = int(np.count_nonzero(decoding))
+        context = float(np.dot(rows.scheduled[: rows.high], decoding))
+        each = self._speed.pairs(0.0, context / running) if running else 0.0
+        seconds = self._speed.now()
+        return lambda rows, tokens, pairs: seconds(rows, tokens, pairs + each * rows)
+
     def _left(self, live: Ints) -> NDArray[np.float64]:
         """Tokens that running requests are thought to generate still."""
         rows = self._state.rows
@@ -198,7 +287,7 @@ class Forecaster:
             rows.tenant[live], (rows.max_len - rows.num_tokens)[live]
         )
 
-    def _project(self, cost: Cost, budget: Budget) -> StepProjection:
+    def _project(self, cost: Cost, budget: ExpectedRoom) -> StepProjection:
         """The steps to come with those that run now; the prompts under way are read first."""
         state = self._state
         rows, kv = state.rows, state.kv
@@ -215,11 +304,13 @@ class Forecaster:
             free_rows=state.most_rows - len(live),
             free_blocks=kv.free_for(),
             block_size=kv.block_size / self._each,
+            share=state.share(state.queue.view(state.now_s), _WHOLE) / _WHOLE,
         )
-        tokens = (rows.num_known - rows.scheduled)[live]
+        first = rows.scheduled[live]
+        tokens = rows.num_known[live] - first
         for index in np.flatnonzero(reading).tolist():
-            projection.read(int(tokens[index]))
-            projection.decode(float(left[index]) / self._each, float(held[index]))
+            decodes = float(left[index]) / self._each, float(held[index])
+            projection.read(int(tokens[index]), int(first[index]), decodes)
         return projection
 
     def _admit_ahead(self, projection: StepProjection, view: RequestView, ahead: Ints) -> None:
@@ -229,16 +320,16 @@ class Forecaster:
         stats, walked = self._state.output_stats, ahead[:MOST_WALKED]
         tenant = view.tenant[walked]
         fresh = np.where(view.started[walked], 0.0, stats.cached_share(tenant))
-        tokens = (view.num_tokens - view.num_computed)[walked] * (1.0 - fresh)
+        computed, whole = view.num_computed[walked], view.num_tokens[walked]
+        computed = np.minimum(computed + ((whole - computed) * fresh).astype(np.int64), whole - 1)
         left = stats.outputs_left(tenant, (view.max_total - view.num_tokens)[walked])
         before_s = projection.seconds
-        for count, output in zip(
-            np.maximum(tokens, 1.0).astype(np.int64).tolist(), left.tolist(), strict=True
+        for at, count, output in zip(
+            computed.tolist(), (whole - computed).tolist(), left.tolist(), strict=True
         ):
             blocks = self._state.kv.blocks_for(count)
             projection.admit(blocks)
-            projection.read(count)
-            projection.decode(output / self._each, blocks)
+            projection.read(count, at, (output / self._each, blocks))
         behind = len(ahead) - len(walked)
         projection.seconds += (projection.seconds - before_s) * behind / len(walked)
 
@@ -248,11 +339,38 @@ def _live(state: SchedulerState) -> Ints:
     return np.flatnonzero(rows.live[: rows.high] & ~rows.done[: rows.high])
 
 
-def _reading_s(tokens: int, decoding: int, cost: Cost, budget: Budget) -> float:
-    """A prompt with no other prompt before it."""
-    free = max(1, budget(decoding) - decoding)
-    whole, rest = divmod(tokens, free)
-    return whole * cost(decoding, free) + (cost(decoding, rest) if rest else 0.0)
+def _placed(state: SchedulerState, request: Request, cached: int) -> int:
+    """Tokens of a request that are copied to their place, less those of modules that are to be computed first."""
+    tokens = 0
+    for body in bodies_of(request, cached) if request.modules else ():
+        keys = request.modules[body.stretch.item].keys
+        tokens += body.end - max(body.start, cached)
+        tokens -= state.kv.block_size * (len(keys) - min(map(len, state.kv.sources.find(keys))))
+    return tokens
+
+
+def _reading_s(tokens: int, at: int, decoding: int, cost: Cost, budget: ExpectedRoom) -> float:
+    """A prompt of which `at` tokens are computed, with no other prompt before it."""
+    alone = StepProjection(
+        cost,
+        budget,
+        endings=[(math.inf, 0.0)] * decoding,
+        free_rows=1,
+        free_blocks=math.inf,
+        block_size=1.0,
+    )
+    return alone.first_token_s(alone.read(tokens, at))
+
+
+def _attention_prices(config: SchedulerConfig) -> tuple[float, float]:
+    """About what a pair of a prompt token and one before it takes, and a token of context of a decoding row; 0: that
+    is not known."""
+    costs, preemption, learned = config.step_costs, config.preemption_costs, config.learned_steps
+    if costs is not None and costs.product_s:
+        return costs.product_s, costs.context_s
+    if learned is not None and learned.product_s:
+        return learned.product_s, learned.product_s  # a processor multiplies for both alike
+    return (0.0 if preemption is None else preemption.product_s), 0.0
 
 
 def _ahead(state: SchedulerState, request: Request) -> tuple[RequestView, Ints]:

@@ -85,8 +85,10 @@ class Loading:
         """For a request of whose blocks the device has the first `num_device`; None: there is nothing below."""
         state, costs = self._state, self._costs
         kv = state.kv
+        if costs is None or num_device >= len(request.keys) or not self.tiers.has(request.keys[num_device]):
+            return None
         limit = min(len(request.keys), (request.num_sharable(kv.block_size) - 1) // kv.block_size)
-        if costs is None or num_device >= limit or not self.tiers.has(request.keys[num_device]):
+        if num_device >= limit:
             return None
         below = self.tiers.look(request.keys, num_device, limit)
         size, start = kv.block_size, num_device * kv.block_size
@@ -159,7 +161,7 @@ class Loading:
     def _may_find(self) -> bool:
         """Whether any level holds the beginning of a waiting request for which the disk was not looked at. The others
         are not looked at again."""
-        device, asked, found = self._state.kv.groups[0].cache, self._asked, False
+        device, asked, found = self._state.kv.groups[0].cache.by_name, self._asked, False
         for request in self._state.queue:
             if request.id not in asked:
                 first = request.keys[0] if request.keys else None

@@ -94,6 +94,14 @@ def let_go(state: SchedulerState, levels_lost: int) -> None:
     state.levels_lost = levels_lost
 
 
+def note_wake(state: SchedulerState) -> None:
+    """The first plan since a sleep: requests that came meanwhile have waited for their model."""
+    for request in state.waiting_in_order(len(state.queue)) if len(state.queue) else ():
+        if not request.preemptions:
+            waited_s = state.now_s - request.arrival_s
+            state.decide(DecisionKind.DEFER, request, Rule.ASLEEP, seconds=waited_s)
+
+
 def is_slab_in_use(state: SchedulerState, slab: int) -> bool:
     """Whether a step or a copy under way needs blocks of a slab."""
     rows, is_other = state.kv.slabs.holders(slab)
@@ -107,6 +115,7 @@ def move_slab(state: SchedulerState, slab: int, *, gained: bool) -> bool:
     if gained:
         slabs.gain(slab)
         return True
+    state.kv.pins.leave(slab * slabs.size, (slab + 1) * slabs.size)
     rows, _ = slabs.holders(slab)
     for row in rows:
         _restart(state, row, False, Rule.SLAB)
@@ -125,7 +134,7 @@ def _is_room_beside_reserved(state: SchedulerState, lost: int) -> bool:
         return True
     taken = reserved_full(state)
     return all(
-        group.pool.usable - lost >= taken[group.index] + largest_unreserved(state, group.index)
+        group.unpinned - lost >= taken[group.index] + largest_unreserved(state, group.index)
         for group in state.kv.groups
     )
 

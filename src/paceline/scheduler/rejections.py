@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.events import Forecast, Rule
-from paceline.core.request import NO_ROW, BlockReason, Request, RequestState, RequestTree, TreeLimits
+from paceline.core.request import (
+    NO_ROW,
+    OWN_REQUESTS,
+    BlockReason,
+    Request,
+    RequestState,
+    RequestTree,
+    TreeLimits,
+)
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -22,6 +30,8 @@ from paceline.errors import (
     QueueFull,
     TreeFull,
 )
+from paceline.scheduler import pinning
+from paceline.scheduler.pinning import SPARE_BLOCKS
 
 if TYPE_CHECKING:
     from paceline.scheduler.state import SchedulerState
@@ -37,11 +47,13 @@ class Rejection(NamedTuple):
 
 def rejection_of(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
     """Why these requests cannot be taken; None: they can."""
+    if requests[0].id >= OWN_REQUESTS:
+        return None
     for request in requests:
         impossible = _impossible(state, request)
         if impossible is not None:
             return impossible
-    return _no_place(state, requests) or _no_tree(state, requests)
+    return _no_place(state, requests) or _no_tree(state, requests) or _no_pin(state, requests[0])
 
 
 def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
@@ -56,6 +68,10 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         reason = _cannot_encode(state, request)
         if reason:
             return Rejection([request], Rule.MEDIA, NeverFits(reason, param="prompt"))
+    if request.modules:
+        reason = _cannot_place(state, request, request.max_total)
+        if reason:
+            return Rejection([request], Rule.MODULES, NeverFits(reason, param="context_reuse"))
     if request.sampling.pooling is None and state.config.only_pools:
         error = InvalidRequest(
             "this model makes vectors, not text; use embed or /v1/embeddings", param="model"
@@ -113,6 +129,32 @@ def _cannot_encode(state: SchedulerState, request: Request) -> str:
     return ""
 
 
+def _cannot_place(state: SchedulerState, request: Request, max_total: int) -> str:
+    """Why this engine can never place the texts of a request; empty: it can."""
+    kv, wanted = state.kv, request.sampling
+    if not kv.caching or state.mode.keeps_finished:
+        return (
+            "contexts are placed out of the prefix cache, and this engine keeps none; use context_reuse exact"
+        )
+    if kv.windowed:
+        return "this model has layers with sliding windows, which contexts cannot be placed in; use context_reuse exact"
+    pools_all = wanted.pooling is not None and not wanted.pooling.reads_last
+    if wanted.kv_keep is not None or wanted.prompt_logprobs is not None or pools_all:
+        return (
+            "kv_keep, prompt_logprobs and vectors of all tokens need every token of a prompt computed where it stands; "
+            "use context_reuse exact"
+        )
+    sources = request.num_source_blocks
+    need = max(kv.full_need(max_total)) + sources
+    room = min(kv.slabs.least_usable) - kv.pins.most - SPARE_BLOCKS
+    if need > room:
+        return (
+            f"the request needs {need} KV blocks beside one another, {sources} of them for contexts that are placed, "
+            f"and has {room}; use context_reuse exact, or fewer contexts"
+        )
+    return ""
+
+
 def _cannot_pool(state: SchedulerState, kind: str) -> str:
     """Why no request of this engine can end with such a vector; empty: they can."""
     if state.mode.keeps_finished:
@@ -123,6 +165,12 @@ def _cannot_pool(state: SchedulerState, kind: str) -> str:
         known = ", ".join(state.config.pools) or "no vectors"
         return f"this engine makes {known}, not {kind}"
     return ""
+
+
+def _no_pin(state: SchedulerState, request: Request) -> Rejection | None:
+    """Why there is no room for the pin that a request comes for."""
+    objection = pinning.objection_to(state, request)
+    return None if objection is None else Rejection([request], Rule.PIN_LIMIT, objection)
 
 
 def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
@@ -230,6 +278,8 @@ def check_extension(
         raise InvalidTransition(
             f"request {request.id} ends with a vector: nothing can be put behind its prompt"
         )
+    if request.ends_with_prompt:
+        raise InvalidTransition(f"request {request.id} ends with its prompt: nothing can be put behind it")
     number, is_done = request.id, request.row != NO_ROW and bool(state.rows.done[request.row])
     waits = request.blocked is not None and request.blocked.reason is not BlockReason.SWAP_IN
     if waits or is_done:
@@ -245,6 +295,8 @@ def check_extension(
             "and the KV cache must hold them",
             param="max_tokens",
         )
+    if request.modules and (reason := _cannot_place(state, request, total)):
+        raise NeverFits(reason, param="max_tokens")
     if request.tree is not None:
         grows = max_tokens - (request.max_total - before)
         objection = request.tree.objection(0, grows)

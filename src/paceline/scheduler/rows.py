@@ -176,6 +176,20 @@ class Rows:
         self.sharing[rows] = True
         self.any_sharing = True
 
+    def promote(self, rows: list[tuple[int, int]]) -> None:
+        """Rows, each with its generation, whose last known token has been scheduled: they decode from now on."""
+        for row, generation in rows:
+            if self.generation[row] == generation and self.live[row]:
+                self.decoding[row] = True
+        rows.clear()
+
+    def end_of_length(self, ended: Flag, stays: bool) -> None:
+        """Rows that have been given their last token: they leave plain decode, or stay as padding."""
+        if stays:
+            self.padding[: len(ended)] |= ended
+        else:
+            self.decoding[: len(ended)] &= ~ended
+
     def complete(self, seq: int) -> None:
         """Step `seq` and all before it have completed: rows that waited for them are free."""
         while self._fenced and self._fenced[0][0] <= seq:

@@ -38,14 +38,14 @@ from paceline.core.request import (
 )
 from paceline.core.standing import ALL_LOST
 from paceline.errors import InvalidTransition, UnknownRequest
-from paceline.scheduler import steering
+from paceline.scheduler import pinning, steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.policy import changed_policy, make_policy
-from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, start_over
+from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, note_wake, start_over
 from paceline.scheduler.rejections import Rejection, check_extension, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.compose import Composer
-from paceline.scheduler.step.pace import expected_budget, make_pace
+from paceline.scheduler.step.pace import ExpectedRoom, make_pace
 from paceline.scheduler.step.preemption import preempt, put_aside
 from paceline.scheduler.update import apply_result, finish, retire_batch
 
@@ -59,6 +59,7 @@ class Scheduler:
         self.forecaster = Forecaster(state)
         self._withheld = (0,) * len(state.kv.groups)
         self._has_slept = False  # since the last plan
+        pinning.limit_pins(state)
 
     # -- the two halves of a step --------------------------------------------------------------------------
 
@@ -66,8 +67,10 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do now."""
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
+        pinning.settle(self.state)
         if self._has_slept:
-            self._note_wake()
+            self._has_slept = False
+            note_wake(self.state)
         self._note_withheld()
         self.state.accounting.settle()
         plan = self.composer.compose()
@@ -78,7 +81,8 @@ class Scheduler:
     def update(self, result: StepResult) -> None:
         """Take in the result of the oldest plan under way."""
         self._input(inputs.Done(seq=result.seq))
-        work = self.state.flights[0].work
+        flight = self.state.flights[0]
+        work = flight.work
         if work.prefill_tokens and len(result.verified):  # drafts take as long as tokens of prompts
             verified = int(result.verified.sum())
             work = replace(work, prefill_tokens=work.prefill_tokens + verified)
@@ -86,7 +90,6 @@ class Scheduler:
             self.composer.pace.learn(work, result.times)
         self.state.sizes.learn(work, result.times, self.state.now_s)
         if self.state.drafts is not None:
-            flight = self.state.flights[0]
             self.state.drafts.learn(flight.work, result, flight.room)
         apply_result(self.state, result)
         if self.state.dial.watches:
@@ -108,7 +111,7 @@ class Scheduler:
     def forecast(self, request: Request) -> Forecast | None:
         """When a request that has not been added would have its first and its last token; None: not known yet."""
         self._tick()
-        return self.forecaster.predict(request, expected_budget(self.state, self.composer.pace))
+        return self.forecaster.predict(request, ExpectedRoom(self.state, self.composer.pace))
 
     def next_place_s(self) -> float | None:
         """Seconds until a running request is thought to end; None: no request runs, or it is not known."""
@@ -120,6 +123,7 @@ class Scheduler:
         """Accept new requests, all of them or none. Raises when one can never fit, cannot make its times, or the queue
         is full."""
         self._tick()
+        self.state.kv.pins.expire()
         rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
         if rejection is not None:
             self._reject(rejection.requests, rejection.rule)
@@ -425,6 +429,11 @@ class Scheduler:
         self.state.cache_resets += 1
         self.state.kv.reset_cache()
 
+    def unpin(self, tenant: str, name: str) -> bool:
+        """A pin ends before its time. False: there is none of that name."""
+        self._input(inputs.Unpin(tenant=tenant, name=name))
+        return pinning.unpin(self.state, tenant, name)
+
     def expire(self) -> None:
         """End requests whose deadline has passed. Called by `schedule`, and by the engine when idle."""
         state = self.state
@@ -508,15 +517,6 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _note_wake(self) -> None:
-        """The first plan since a sleep: requests that came meanwhile have waited for their model."""
-        self._has_slept = False
-        state = self.state
-        for request in state.waiting_in_order(len(state.queue)) if len(state.queue) else ():
-            if not request.preemptions:
-                waited_s = state.now_s - request.arrival_s
-                state.decide(DecisionKind.DEFER, request, Rule.ASLEEP, seconds=waited_s)
-
     def _too_late(self, request: Request) -> Rejection | None:
         """Why a request cannot make its times; a branch of one that runs is not asked."""
         wanted = request.sampling
@@ -526,13 +526,14 @@ class Scheduler:
         return None if forecast is None else late_rejection(request, forecast)
 
     def _reject(self, requests: Sequence[Request], reason: Rule) -> None:
-        kv, usable = self.state.kv, min(self.state.kv.slabs.least_usable)
+        kv = self.state.kv
         for request in requests:
             request.move(RequestState.REJECTED)
             self.state.counters.added += 1
             self.state.counters.rejected += 1
             self._note(inputs.AddRequest.of(request, len(requests)))
-            figures = (NO_NUMBER, usable, max(kv.full_need(request.max_total)), NO_REQUEST)
+            room, need = min(kv.slabs.least_usable), max(kv.full_need(request.max_total))
+            figures = (NO_NUMBER, room, need, NO_REQUEST)
             self.state.decide(DecisionKind.REFUSE, request, reason, request.max_total, figures)
 
     def _accept(self, request: Request, together: int) -> None:
@@ -544,6 +545,8 @@ class Scheduler:
             state.adapters.add_request(request.adapter)
         if request.media:
             state.encodings.add_request(request)
+        if request.is_module:
+            state.modules.comes(request, state.orders)
         state.enqueue(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:

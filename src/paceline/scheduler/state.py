@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,17 @@ from paceline.core.events import (
     NO_REQUEST,
     Decision,
     DecisionKind,
+    EventBuffer,
     Finished,
     Held,
-    LogprobEvent,
     Rule,
-    StepEvents,
-    TokenEvents,
 )
 from paceline.core.fast import make_tuple, raw_value
 from paceline.core.inputs import Journal, Keys
 from paceline.core.plan import StepWork
 from paceline.core.request import (
     NO_ROW,
+    OWN_REQUESTS,
     Cost,
     FinishReason,
     Hold,
@@ -54,6 +53,7 @@ from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
 from paceline.scheduler.encodings import Encodings, Group
 from paceline.scheduler.modes import Mode
+from paceline.scheduler.modules import Modules, bodies_of
 from paceline.scheduler.rows import Rows
 from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.step_sizes import StepSizes
@@ -117,7 +117,7 @@ class Flight:
 
     seq: int
     mask: NDArray[np.bool_]  # rows that decode one token more; padding does not
-    spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed
+    spans: tuple[tuple[int, int, int], ...]  # row, generation, tokens computed and placed
     group: Group | None  # of which it computes a part: `work.encode_positions`
     at_length: bool  # some row gets the last token its length allows
     budget: int  # most tokens it was to carry
@@ -129,6 +129,7 @@ class Flight:
     width: int = 0
     room: int = 0
     first: NDArray[np.int64] | None = None
+    sources: tuple[NDArray[np.int64], ...] = ()  # by group, blocks that placed tokens are copied from
 
 
 @dataclass(slots=True)
@@ -138,25 +139,6 @@ class Join:
     row: int
     request: Request
     source: int  # row it is copied from, or NO_ROW
-
-
-@dataclass(slots=True)
-class EventBuffer:
-    """Events that have not been taken yet."""
-
-    tokens: list[TokenEvents] = field(default_factory=list)
-    logprobs: list[LogprobEvent] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
-
-    def take(self) -> StepEvents:
-        """All of them; the buffer is empty afterwards."""
-        events = StepEvents(tuple(self.tokens), tuple(self.logprobs), tuple(self.finished), tuple(self.held))
-        self.tokens.clear()
-        self.logprobs.clear()
-        self.finished.clear()
-        self.held.clear()
-        return events
 
 
 class SchedulerState:
@@ -189,6 +171,7 @@ class SchedulerState:
         self.accounting = TenantAccounting(policy, self.queue)
         self.adapters = AdapterPlaces(config.max_loras)
         self.encodings = encodings if encodings is not None else Encodings(None)
+        self.modules = Modules()
         self.sizes = StepSizes(config)
         self.dial = Dial(config, rows.num_rows, self.sizes)
         self.drafts = make_budget(config, kv.block_size, mode)
@@ -355,7 +338,7 @@ class SchedulerState:
             self.kv.keep(row, request.sampling.kv_keep, request.num_prompt)
         self.joins.append(Join(row, request, source))
         if request.stretches:
-            self.encodings.take_row(request, row, num_computed)
+            self._take_stretches(request, row, num_computed)
         if request.adapter:
             self.adapters.take_row(request.adapter)
         if request.tree is not None:
@@ -364,13 +347,23 @@ class SchedulerState:
             self.admitted_before, self.last_admitted = self.last_admitted, request.id
         return row
 
+    def _take_stretches(self, request: Request, row: int, num_computed: int) -> None:
+        if request.media:
+            self.encodings.take_row(request, row, num_computed)
+        bodies = bodies_of(request, num_computed)
+        if bodies:
+            self.modules.rows[row] = bodies
+        for body in bodies:
+            self.kv.sources.hold(row, body.stretch.item, request.modules[body.stretch.item].keys)
+
     def leave_row(self, request: Request) -> None:
         """Take a request off its row: tokens go back into the request, the row rests behind a fence."""
         row = request.row
         settle_cost(request, self.rows.computed.item(row), self.kv.block_time.take(row))
         self.rows.leave(request, self.kv.submitted, self.kv.completed)
-        if request.stretches:
+        if request.media:
             self.encodings.leave_row(row, self.kv.submitted, self.kv.completed)
+        self.modules.rows.pop(row, None)
         if request.adapter:
             self.adapters.leave_row(request.adapter, self.kv.submitted)
         if request.tree is not None:
@@ -454,6 +447,11 @@ class SchedulerState:
             self.adapters.drop_request(request.adapter)
         if request.media:
             self.encodings.drop_request(request, self.kv.submitted, self.kv.completed)
+        if request.modules or request.is_module:
+            waiting = self.modules.ends(request)
+            for each in waiting if reason is FinishReason.ERROR else ():
+                if each in self.queue:  # what it waits for would fail again
+                    self.end(self.requests[each], reason, detail)
         del self.orders[request.id]
         if request.parent is not None:
             self._leave_family(request, request.parent)
@@ -469,6 +467,8 @@ class SchedulerState:
         rule = _ENDINGS.get(detail or raw_value(reason))
         if reason is FinishReason.STOP and request.sampling.pooling is not None:
             rule = Rule.VECTOR
+        if reason is FinishReason.STOP and request.ends_with_prompt:
+            rule = Rule.CONTEXT
         if rule is None:  # what a caller says of an abort may be anything
             self.decide(DecisionKind.FINISH, request, Rule(reason.value), num_output, detail=detail)
         elif rule is Rule.PRUNED and request.score:
@@ -477,6 +477,8 @@ class SchedulerState:
             self.decide(_FINISH, request, rule, num_output)
         started_s = self.now_s if request.admitted_s is None else request.admitted_s
         queue_s = started_s - request.arrival_s
+        if request.id >= OWN_REQUESTS:
+            return
         self.events.finished.append(
             Finished(
                 request=request.id,

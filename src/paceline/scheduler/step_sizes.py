@@ -42,13 +42,19 @@ class StepSizes:
         """Most rows that decode in a step: none has to stand still because steps are slow."""
         return max(self._start[0], self.beside)
 
-    def tokens(self, decoding: int) -> int:
-        """Most tokens of a step with this number of decoding rows."""
-        if not decoding:
-            return self.alone
-        if self._learned is None:
-            return self.beside
-        return min(max(self.beside, decoding + self._learned.least), self.rows)
+    def tokens(self, decoding: int, done: int = 0) -> int:
+        """Most tokens of a step with this number of decoding rows, whose first prompt is `done` tokens far."""
+        learned = self._learned
+        if learned is None:
+            return self.beside if decoding else self.alone
+        size = self.beside if decoding else self.alone
+        if done * learned.product_s > 0.0:
+            # Far inside a long prompt a token takes many times as long as at its beginning.
+            target_s = TOLERATED * (learned.beside_s if decoding else learned.alone_s)
+            left_s = target_s / math.exp(self._slowness) - learned.fixed_s - learned.token_s * decoding
+            size = min(size, decoding + int(left_s / (learned.token_s + learned.product_s * done)))
+        least = decoding + learned.least
+        return min(max(size, least), self.rows) if decoding else max(size, min(least, self.alone))
 
     def learn(self, work: StepWork, times: StepTimes, now_s: float) -> None:
         """A step has run."""

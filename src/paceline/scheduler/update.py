@@ -18,7 +18,7 @@ from paceline.core.plan import AT_LENGTH, I32, STOPPED, StepResult
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState, account_of
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.swap import NO_OWNER, Ticket
-from paceline.scheduler import steering
+from paceline.scheduler import pinning, steering
 from paceline.scheduler.encodings import Group
 from paceline.scheduler.recovery import forget_places
 from paceline.scheduler.state import Flight, SchedulerState, caught_up
@@ -218,9 +218,8 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
     except Exception as error:
         state.fail(request, error)
         return
-    if request.sampling.prompt_cache_s is not None:
-        keys = request.keys[: request.num_prompt // state.kv.block_size]
-        state.wishes.keep(account_of(request.tenant), keys, request.sampling.prompt_cache_s)
+    if request.sampling.pin is not None:
+        pinning.keep(state, request)
     if request.sampling.cache_share < 1.0:
         share = request.sampling.cache_share
         state.wishes.hold_to_share(account_of(request.tenant), request.keys, share)
@@ -228,9 +227,9 @@ def finish(state: SchedulerState, request: Request, reason: FinishReason, detail
 
 
 def _spans_done(state: SchedulerState, flight: Flight) -> bool:
-    """Prompt tokens are computed: their full blocks may be shared from now on. True if that failed for a request."""
+    """Prompt tokens are computed: their full blocks may be shared from now on. True if a request has left its row."""
     rows, kv = state.rows, state.kv
-    failed = False
+    has_left = False
     for row, generation, count in flight.spans:
         if rows.generation[row] != generation:  # leaving raises it
             continue
@@ -246,11 +245,14 @@ def _spans_done(state: SchedulerState, flight: Flight) -> bool:
             kv.publish(row, request.keys, computed)
         except Exception as error:
             state.fail(request, error)
-            failed = True
+            has_left = True
             continue
         if state.computing:
             state.computed_keys(request, before // kv.block_size, computed // kv.block_size)
-    return failed
+        if request.ends_with_prompt and computed >= request.num_prompt:
+            finish(state, request, FinishReason.STOP)  # the token drawn behind its prompt is not wanted
+            has_left = True
+    return has_left
 
 
 def _encoded(state: SchedulerState, group: Group, count: int, bad: I32) -> None:

@@ -7,7 +7,7 @@ there; `open_api` adds the API when the engine and the tokenizer are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -77,6 +77,7 @@ class Api:
     gauges: Facts = list  # more than the application knows of
     labelled: LabelledFacts = list
     background: Sequence[Background] = ()
+    large_bodies: Mapping[bytes, int] = field(default_factory=dict)  # paths to which more bytes may be posted
     close: Callable[[], None] = lambda: None
 
 
@@ -266,6 +267,7 @@ TAGS = {
         *("/embed", "/rerank", "/score", "/classify", "/predict"),
     ),
     "models and tokens": ("/v1/models", "/tokenize", "/detokenize"),
+    "contexts": ("/v1/contexts",),
     "requests": ("/v1/requests", "/v1/estimate"),
     "files and batches": ("/v1/files", "/v1/batches"),
     "admin": ("/v1/admin/",),

@@ -45,12 +45,6 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
-class UnsupportedModality(InvalidRequest):
-    """Pictures, sound and files (400)."""
-
-    code = "unsupported_modality"
-
-
 class ContextTooLong(InvalidRequest):
     """A prompt that leaves no room for an answer (400)."""
 
@@ -67,6 +61,24 @@ class UnknownRequestId(InvalidRequest):
     """No such request was sent with this key lately (404)."""
 
     code = "request_not_found"
+
+
+class UnknownContext(InvalidRequest):
+    """No context of this key has that id: it was deleted, its time is over, or it never was (404)."""
+
+    code = "context_not_found"
+
+
+class ContextsFull(QueueFull):
+    """A key, or all keys together, keep as many contexts as may be (429)."""
+
+    code = "context_limit_exceeded"
+
+
+class BlendUnavailable(InvalidRequest):
+    """Contexts cannot be copied into a prompt (400)."""
+
+    code = "blend_unavailable"
 
 
 class RequestEnded(InvalidRequest):
@@ -228,11 +240,20 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "unsupported_parameter": (400, BAD, "A field of the request is not supported."),
     "grammar_too_complex": (400, BAD, "A schema or grammar is too large, too deep or takes too long."),
     "unsupported_modality": (400, BAD, "Only text is supported."),
+    "invalid_image": (400, BAD, "A picture of the request cannot be decoded or is too large."),
+    "media_not_allowed": (400, BAD, "This server does not fetch that link."),
+    "media_fetch_failed": (400, BAD, "The picture could not be fetched."),
+    "blend_unavailable": (400, BAD, "Contexts cannot be blended here; leave context_reuse out."),
     "context_length_exceeded": (400, BAD, "The request is longer than the model's context."),
     "deadline_impossible": (400, BAD, "This machine cannot answer in the time that was asked for."),
     "invalid_adapter": (400, BAD, "The adapter cannot be used with this model."),
     "model_not_found": (404, MISSING, "This model does not exist; GET /v1/models lists what there is."),
     "request_not_found": (404, MISSING, "This key has sent no such request lately."),
+    "context_not_found": (
+        404,
+        MISSING,
+        "This key has no such context; GET /v1/contexts lists what there is.",
+    ),
     "request_ended": (409, BAD, "This request has ended."),
     "sleep_refused": (409, BAD, "This model cannot be put to sleep."),
     "request_busy": (409, BAD, "This request cannot be changed at this moment; try again.", 1),
@@ -248,6 +269,8 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "queue_full": (429, LIMITED, "The queue is full; try again later.", 1),
     "too_many_batches": (429, LIMITED, "This key has too many batches that are not over.", 60),
     "tree_limit_exceeded": (429, LIMITED, "The tree has as many branches or tokens as it may."),
+    "context_limit_exceeded": (429, LIMITED, "As many contexts are kept as may be; delete some."),
+    "pin_limit_exceeded": (429, LIMITED, "As much is pinned as may be; delete a context."),
     "concurrency_exceeded": (429, LIMITED, "This key has too many requests under way.", 1),
     "price_above_maximum": (429, LIMITED, "The price is above max_price now; try again later.", 5),
     # Us.

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from paceline.server.generate.request_admission import RequestAdmission
     from paceline.server.generate.service import Service
 
+# What takes conversations.
+PICTURE_PATHS = (
+    *("/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/v1/estimate", "/tokenize"),
+)
+
 
 def model_names(model: ModelConfig, config: ApiConfig) -> tuple[str, ...]:
     """What requests may call the model; the first is what answers carry."""
@@ -69,6 +75,7 @@ def open_service(
     by_tenant: dict[str, int],
 ) -> Service:
     """The text side of one model, and the service around it and its engine."""
+    from paceline.media.pictures import open_pictures
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
     from paceline.server.api.limits import SERVER_LIMITS
@@ -92,6 +99,7 @@ def open_service(
         seed=model.seed,
         embedding=checkpoint.pooled(model.pooling),
         labels=checkpoint.spec.labels,
+        pictures=open_pictures(path, model),
     )
     settings = ServiceSettings(
         limits=SERVER_LIMITS.lowered(top_logprobs=config.max_logprobs),
@@ -103,6 +111,7 @@ def open_service(
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         max_thinking_tokens=config.max_thinking_tokens,
+        media_domains=config.media_domains,
         lora_dir=model.lora_dir,
     )
     return Service(client, served, settings, observer=observer, billing=billing, by_tenant=by_tenant)
@@ -132,6 +141,8 @@ def open_api(
         of_batches = None
         if batches is not None:
             api, strict = BatchApi(batches), config.strict_fields
+            for each in services:
+                each.media_sources.find_file = api.content
             of_batches = [*file_routes(api), *batch_routes(api, service.settings.limits, strict=strict)]
 
         def close() -> None:
@@ -147,13 +158,34 @@ def open_api(
                 for (entry, _), each in zip(models, services, strict=True)
             ),
             is_full=lambda: all(each.admission.is_full for each in services),
-            gauges=lambda: [*admission_gauges([each.admission for each in services]), *billing.gauges()],
+            gauges=lambda: [
+                *admission_gauges([each.admission for each in services]),
+                *billing.gauges(),
+                *context_gauges(services),
+            ],
             labelled=list if batches is None else batches.figures,
             background=() if batches is None else (batches,),
+            large_bodies=large_bodies(services, config),
             close=close,
         )
 
     return build
+
+
+def large_bodies(services: Sequence[Service], config: ApiConfig) -> dict[bytes, int]:
+    """Where pictures may be posted."""
+    if not any(each.model.pictures is not None for each in services):
+        return {}
+    return dict.fromkeys(map(str.encode, PICTURE_PATHS), config.max_media_body_bytes)
+
+
+def context_gauges(services: Sequence[Service]) -> list[tuple[str, str, float]]:
+    """What keys keep here."""
+    contexts = [service.contexts for service in services]
+    return [
+        ("contexts", "Contexts that are kept.", sum(map(len, contexts))),
+        ("contexts_bytes", "Bytes of their texts.", sum(each.num_bytes for each in contexts)),
+    ]
 
 
 def check_adapters(model: ModelConfig, names: tuple[str, ...]) -> None:

@@ -165,16 +165,24 @@ class ChatTemplate:
         control_tokens: Iterable[str] = (),
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
+        takes_pictures: bool = False,
     ) -> None:
+        """`takes_pictures`: contents reach the template as lists of parts."""
         self._source = source or ""
         self._tokens = dict(tokens or {})  # bos_token, eos_token, ...
         self._finder = ControlFinder(control_tokens)
         self._limits = limits or RenderLimits()
+        self.takes_pictures = takes_pictures
         self._template = None if source is None else _compiled(source, BoundedEnvironment(self._limits, now))
 
     @classmethod
     def for_tokenizer(
-        cls, tokenizer: Tokenizer, *, source: str | None = None, limits: RenderLimits | None = None
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        source: str | None = None,
+        limits: RenderLimits | None = None,
+        takes_pictures: bool = False,
     ) -> ChatTemplate:
         """The template of a tokenizer, or another one for it that the operator named."""
         return cls(
@@ -182,6 +190,7 @@ class ChatTemplate:
             tokens=tokenizer.template_tokens,
             control_tokens=tokenizer.control_tokens,
             limits=limits,
+            takes_pictures=takes_pictures,
         )
 
     def render(
@@ -205,8 +214,13 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequest(message, param="continue_final_message")
-        data: dict[str, Any] = {"messages": normalize_messages(messages), "tools": normalize_tools(tools)}
+        shown = normalize_messages(messages, takes_pictures=self.takes_pictures)
+        data: dict[str, Any] = {"messages": shown, "tools": normalize_tools(tools)}
         self._check_calls(data["messages"])
+        if self.takes_pictures:
+            for each in shown:
+                if isinstance(each["content"], str):
+                    each["content"] = [{"type": "text", "text": each["content"]}]
         if continue_final_message:
             _mark_end(data["messages"][-1])
         settings = {
@@ -301,16 +315,24 @@ def _switches(switches: Mapping[str, object]) -> Mapping[str, object]:
 def _marked(
     data: Mapping[str, Any], mark_value: Callable[[str], str], mark_key: Callable[[str], str]
 ) -> dict[str, object]:
-    """Everything a request brought, marked; roles are from a fixed list, and templates build markers of them."""
-    messages = [
-        {**marked({**message, "role": ""}, mark_value, mark_key), "role": message["role"]}  # type: ignore[dict-item]
-        for message in data["messages"]
-    ]
+    """Everything a request brought, marked; roles are from a fixed list, and templates build markers of them. Types
+    of parts are from one too."""
+    messages = []
+    for message in data["messages"]:
+        found: Any = marked({**message, "role": ""}, mark_value, mark_key)
+        content = message.get("content")
+        if isinstance(content, list):
+            pairs = zip(found["content"], content, strict=True)
+            found["content"] = [{**part, "type": given["type"]} for part, given in pairs]
+        messages.append({**found, "role": message["role"]})
     return {"messages": messages, "tools": marked(data["tools"], mark_value, mark_key)}
 
 
 def _mark_end(message: dict[str, object]) -> None:
     content = message["content"]
+    if isinstance(content, list) and content[-1]["type"] == "text":
+        message["content"] = [*content[:-1], {"type": "text", "text": content[-1]["text"] + _END}]
+        return
     if not isinstance(content, str):
         raise InvalidRequest("the final message has no text to continue", param="continue_final_message")
     message["content"] = content + _END

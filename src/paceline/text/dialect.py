@@ -64,9 +64,10 @@ class Dialect:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         max_thinking_tokens: int | None = None,
+        takes_pictures: bool = False,
     ) -> None:
         """Raises ConfigError for a parser that there is not."""
-        self.template = ChatTemplate.for_tokenizer(tokenizer, source=source)
+        self.template = ChatTemplate.for_tokenizer(tokenizer, source=source, takes_pictures=takes_pictures)
         self._source = source or tokenizer.chat_template or ""
         self.tools = named_format(tool_call_parser, self._source)
         self.reasoning = named_reasoning(reasoning_parser, self._source)
@@ -106,7 +107,7 @@ class Dialect:
         shows_calls = "tool_calls" in self._source
         if shows_calls and (use is None or self._shows_tools):
             return messages
-        found = normalize_messages(messages)
+        found = normalize_messages(messages, takes_pictures=self.template.takes_pictures)
         # Calls of earlier turns are shown in the form that the model is asked to use.
         row = self.tools or detected_format(self._source)
         if not shows_calls:
@@ -222,7 +223,8 @@ def with_instructions(messages: Sequence[Message], text: str, *, takes_system: b
     first = found[0] if found else {}
     if first.get("role") in ("system", "developer") or not takes_system:
         content = first.get("content") or ""
-        found[:1] = [{**first, "content": f"{content}\n\n{text}" if takes_system else f"{text}\n\n{content}"}]
+        joined = _joined(content, "\n\n", text) if takes_system else _joined(text, "\n\n", content)
+        found[:1] = [{**first, "content": joined}]
         return found
     return [{"role": "system", "content": text}, *found]
 
@@ -234,11 +236,11 @@ def without_calls(messages: Sequence[Message], row: ToolFormat) -> list[Message]
     for message in messages:
         was_result, is_result = is_result, message["role"] in RESULT_ROLES
         if is_result:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            content = _joined("<tool_response>\n", message["content"], "\n</tool_response>")
             if was_result:
-                found[-1]["content"] = f"{found[-1]['content']}\n{text}"
+                found[-1]["content"] = _joined(found[-1]["content"], "\n", content)
             else:
-                found.append({"role": "user", "content": text})
+                found.append({"role": "user", "content": content})
         elif "tool_calls" in message:
             found.append({"role": message["role"], "content": _with_calls(message, row)})
         else:
@@ -246,9 +248,18 @@ def without_calls(messages: Sequence[Message], row: ToolFormat) -> list[Message]
     return found
 
 
-def _with_calls(message: Message, row: ToolFormat) -> str:
+def _joined(*contents: object) -> object:
+    """Contents behind one another: a text, or a list of parts where one of them is."""
+    if not any(isinstance(content, list) for content in contents):
+        return "".join(map(str, contents))
+    parts: list[object] = []
+    for content in contents:
+        parts += content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
+    return parts
+
+
+def _with_calls(message: Message, row: ToolFormat) -> object:
     calls: Any = message["tool_calls"]
     pairs = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return "\n".join(
-        text for text in (message["content"], written_calls(row, pairs)) if isinstance(text, str)
-    )
+    content, written = message["content"], written_calls(row, pairs)
+    return written if content is None else _joined(content, "\n", written)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, UnsupportedModality
 
 # Templates write roles into their own markers (`<|` + role + `|>`), so a role is never free text.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -22,13 +22,16 @@ MAX_DEPTH = 32  # of tool definitions and arguments
 Message = dict[str, object]
 
 
-def normalize_messages(messages: object) -> list[Message]:
-    """Messages for a template. Raises InvalidRequest that names the message and what is wrong with it."""
+def normalize_messages(messages: object, *, takes_pictures: bool = False) -> list[Message]:
+    """Messages for a template. Raises InvalidRequest that names the message and what is wrong with it.
+
+    `takes_pictures`: a list of parts stays one, in which `{"type": "image"}` stands for a picture.
+    """
     if not _is_list(messages) or not messages:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"at most {MAX_MESSAGES} messages are accepted", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", takes_pictures) for index, message in enumerate(messages)]
 
 
 def normalize_tools(tools: object) -> list[object] | None:
@@ -55,7 +58,7 @@ def plain_json(value: object, place: str, param: str, depth: int = 0) -> object:
     raise InvalidRequest(f"{place} holds a {type(value).__name__}, which is not JSON", param=param)
 
 
-def _message(message: object, place: str) -> Message:
+def _message(message: object, place: str, takes_pictures: bool) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{place} must be an object with role and content", param="messages")
     role = message.get("role")
@@ -65,7 +68,11 @@ def _message(message: object, place: str) -> Message:
     calls = message.get("tool_calls")
     if calls:
         found["tool_calls"] = _tool_calls(calls, f"{place}.tool_calls")
-    found["content"] = _content(message.get("content"), f"{place}.content", may_be_absent=bool(calls))
+    content = message.get("content")
+    if takes_pictures and content and _is_list(content):
+        found["content"] = [_shown(part, f"{place}.content[{at}]") for at, part in enumerate(content)]
+    else:
+        found["content"] = _content(content, f"{place}.content", may_be_absent=bool(calls))
     for field in ("name", "tool_call_id"):
         if message.get(field) is not None:
             found[field] = _text(message[field], f"{place}.{field}")
@@ -85,13 +92,20 @@ def _content(content: object, place: str, *, may_be_absent: bool) -> str | None:
     raise InvalidRequest(f"{place} must be a string or a list of text parts", param="messages")
 
 
+def _shown(part: object, place: str) -> dict[str, str]:
+    """A part as templates of models with pictures know it."""
+    if isinstance(part, Mapping) and part.get("type") == "image":
+        return {"type": "image"}
+    return {"type": "text", "text": _part(part, place)}
+
+
 def _part(part: object, place: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS:
-        raise InvalidRequest(
-            f'{place} must be a part of type "text"; others are not supported', param="messages"
-        )
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
+        error = UnsupportedModality if isinstance(kind, str) else InvalidRequest
+        raise error(f'{place} must be a part of type "text"; others are not supported', param="messages")
     return _text(part.get("text"), f"{place}.text")
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.counters import LEVELS, LevelUse
+from paceline.core.counters import LEVELS, LevelUse, MediaUse
 from paceline.core.fast import value
 from paceline.core.request import RequestState, account_of
 from paceline.kv.block_pool import ABSENT
@@ -76,6 +76,8 @@ class Snapshot:
     padding_tokens: int  # of these
     draft_tokens: int  # guessed tokens verified
     accepted_tokens: int  # of these, right
+    encoded: int  # pictures
+    media: MediaUse  # pages of their vectors
 
 
 def snapshot_of(state: SchedulerState) -> Snapshot:
@@ -123,6 +125,8 @@ def snapshot_of(state: SchedulerState) -> Snapshot:
         padding_tokens=counters.padding_tokens,
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,
+        encoded=counters.encoded,
+        media=state.encodings.use(),
     )
 
 

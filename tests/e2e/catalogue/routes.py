@@ -17,7 +17,7 @@ from tests.e2e.catalogue.entry import (
 from tests.e2e.catalogue.served import VOCAB_SIZE, signed
 from tests.e2e.http_server import Reply
 
-MOST_IDS = 65_536
+MOST_IDS = 262_144
 MISSING = (
     *("/v1/files", "/v1/files/x", "/v1/audio/speech", "/v1/images/generations"),
     *("/v1/batches", "/v1/responses/resp_1", "/v1/messages/batches", "/v1/audio/transcriptions"),

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.e2e.http_server import Reply, read_reply, request_bytes
 from tests.e2e.model_cli import environment
 from tests.model_folder import CONTROLS, write_model
+from tests.waiting import wait_until
 
 ANSWER_S = 60.0
 NAME = "tiny"
@@ -145,19 +146,20 @@ class TinyServer:
         return sum(found)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
-        until_s = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until_s, "it did not happen in time"
-            time.sleep(0.05)
+        wait_until(condition, seconds, every_s=0.05)
 
     def wait_until_idle(self) -> None:
-        names = (
-            "num_requests_running",
-            "num_requests_waiting",
-            "kv_cache_usage_perc",
-            "generations_under_way",
-        )
-        self.wait_until(lambda: not any(map(self.metric, names)))
+        """Nothing runs or waits, and no block is held but those that a request has asked to be kept."""
+        names = ("num_requests_running", "num_requests_waiting", "generations_under_way")
+        self.wait_until(lambda: not any(map(self.metric, names)) and self.blocks_in_use() == 0)
+
+    def blocks_in_use(self) -> int:
+        """KV blocks, without those that are pinned."""
+        page = self.get("/metrics").body.decode()
+        number = re.search(r'num_gpu_blocks="(\d+)"', page)
+        pinned = re.search(r'kv_pinned_blocks\{.*state="held".*\} (\S+)', page)
+        assert number and pinned
+        return round(self.metric("kv_cache_usage_perc") * int(number[1]) - float(pinned[1]))
 
     def resident_bytes(self) -> int:
         """Memory of the HTTP process that is its own."""

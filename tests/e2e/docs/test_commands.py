@@ -34,6 +34,7 @@ NOT_RUN: dict[str, str] = {
     "paceline bench compare": ELSEWHERE,
     "paceline train-head ": TAKES_MINUTES,
     'paceline serve --speculative-config \'{"method": "eagle"': OTHER_DATA,
+    "from PIL import Image": OTHER_DATA,
     "lm-eval run": OTHER_PROGRAM,
     "HF_HUB_OFFLINE=1 guidellm": OTHER_PROGRAM,
     "aiperf profile": OTHER_PROGRAM,

@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.e2e.http_server import FakeServer, Reply, request_bytes
 from tests.e2e.model_cli import COMMAND, environment
+from tests.waiting import wait_until
 
 INJECTION = Path(__file__).parent / "injection"
 START_S = 120.0
@@ -272,10 +273,7 @@ def stop_and_check(server: LiveServer, seconds: float, code: int = 0) -> None:
 
 
 def wait_for_end(pids: Sequence[int], seconds: float = 5.0) -> None:
-    until_s = time.monotonic() + seconds
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < until_s, "a process is still there"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, pids)), seconds, says="a process is still there")
 
 
 def is_alive(pid: int) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.crowd import crowd, requests_of_a_crowd
 from tests.e2e.faults.live import (
     ALWAYS,
     COMPLETIONS,
+    MODEL,
     LiveServer,
     error_of,
     flags_of,
@@ -23,7 +27,7 @@ from tests.e2e.faults.live import (
     stop_and_check,
     wait_for_end,
 )
-from tests.e2e.http_server import Reply
+from tests.e2e.http_server import Reply, request_bytes
 
 HOOKS = {
     "forward": "paceline.models.decoder:Decoder.forward",
@@ -140,9 +144,29 @@ GUIDED = {"structured_outputs": {"regex": "[a-f]{24}"}, "max_tokens": 40, "ignor
 
 @pytest.mark.parametrize("code", ["grammar_error", "grammar_too_complex"])
 @pytest.mark.parametrize("number", [0, 1])  # a stream, and a whole answer
+@pytest.mark.parametrize("is_saturated", [False, True])
 def test_g1_a_guide_that_cannot_go_on_ends_its_request_alone(
-    server: LiveServer, code: str, number: int
+    server: LiveServer, code: str, number: int, is_saturated: bool
 ) -> None:
+    with neighbours(server) if is_saturated else nullcontext():
+        break_a_guide(server, code, number)
+
+
+def neighbours(server: LiveServer) -> AbstractContextManager[None]:
+    """More requests than rows, none of them with a form."""
+    requests = requests_of_a_crowd(MODEL, signed, guided=False)
+    return crowd(server.port, requests, lambda: server.wait_until(lambda: is_full(server)))
+
+
+def is_full(server: LiveServer) -> bool:
+    return server.metrics()["num_requests_waiting"] > 0
+
+
+def signed(path: str, body: dict[str, Any]) -> bytes:
+    return request_bytes("POST", path, json.dumps(body).encode())
+
+
+def break_a_guide(server: LiveServer, code: str, number: int) -> None:
     guided, others = body(number, **GUIDED), [body(index) for index in range(2, 5)]
     whole = said(server.post(*guided))  # compiled, so that masks are those of steps from here on
     alone = [said(server.post(*each)) for each in others]
@@ -154,12 +178,14 @@ def test_g1_a_guide_that_cannot_go_on_ends_its_request_alone(
     assert said(server.post(*guided)) == whole  # nothing of it was kept for others
 
 
-def test_g2_masks_that_fail_once_are_noticed_by_no_client(server: LiveServer) -> None:
+@pytest.mark.parametrize("is_saturated", [False, True])
+def test_g2_masks_that_fail_once_are_noticed_by_no_client(server: LiveServer, is_saturated: bool) -> None:
     bodies = [body(0, **GUIDED), body(1, **GUIDED), body(2), body(3)]
     alone = [said(server.post(*each)) for each in bodies]
     failed = server.metrics()["engine_failed_steps_total"]
-    server.fault("mask", "raise", first=5)
-    assert [said(reply) for reply in server.all_at_once(bodies)] == alone
+    with neighbours(server) if is_saturated else nullcontext():
+        server.fault("mask", "raise", first=5)
+        assert [said(reply) for reply in server.all_at_once(bodies)] == alone
     server.wait_until(lambda: server.metrics()["engine_failed_steps_total"] == failed + 1)
 
 

@@ -52,6 +52,7 @@ from paceline.core.inputs import (
     Sleep,
     StepFailed,
     Unblock,
+    Unpin,
     Withheld,
 )
 from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
@@ -136,7 +137,7 @@ def test_every_input_comes_back_as_it_went_in() -> None:
             Block(request=one, reason=BlockReason.GRAMMAR, deadline_s=7.5),
             Unblock(request=one),
         ),
-        SetAdapter(number=2, identity="ab12"),
+        *(Unpin(tenant="alice", name="ctx_1"), SetAdapter(number=2, identity="ab12")),
         Restored(places=(3, 1), keys=KEYS[:2], uses=(1024, 0), learned=((0.5, 2.0), ())),
         AdapterRead(number=2, failed=True),
         *(ResetCache(), Done(seq=4), StepFailed(), Sleep(levels_lost=2), MoveSlab(number=3, gained=True)),

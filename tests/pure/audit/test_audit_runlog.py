@@ -208,7 +208,18 @@ def test_tokens_and_sampling_have_no_place(tmp_path: Path) -> None:
             "block_copies",
             "row_copies",
         ),
-        *("swap_out", "swap_in", "store", "fetch", "drops", "encodes", "pad_tokens", "padding_rows", "work"),
+        *(
+            "swap_out",
+            "swap_in",
+            "store",
+            "fetch",
+            "drops",
+            "encodes",
+            "placements",
+            "pad_tokens",
+            "padding_rows",
+            "work",
+        ),
         *("draft_width", "draft_tokens", "draft_floor", "trust"),
     }
     assert {spec.name for spec in fields(RowJoins)} == {
@@ -429,6 +440,7 @@ def test_samples_are_the_work_and_seconds_of_timed_steps(tmp_path: Path) -> None
         "swap_blocks": 0,
         "encode_positions": 0,
         "encode_products": 0,
+        "placed_tokens": 0,
     }
 
 

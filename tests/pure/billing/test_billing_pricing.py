@@ -76,6 +76,17 @@ def test_a_receipt_says_everything_and_bills_nothing_twice() -> None:
     }
 
 
+def test_reused_tokens_are_told_apart_and_paid_as_prompt_tokens() -> None:
+    """The context may have been computed on the way, which is not billed on its own."""
+    plain, placed = record(cost=Cost()), record(cost=Cost(reused=32, recomputed=16))
+    charge = Charge(Pricing().quote(PRICES, "batch", 0))
+    told = receipt(placed, charge)
+    assert told["prompt_tokens_computed"] == 28 and told["prompt_tokens_cached"] == 40
+    assert (told["reused_tokens"], told["reused_tokens_recomputed"]) == (32, 16)
+    assert told["price"] == receipt(plain, charge)["price"]
+    assert "reused_tokens" not in receipt(plain, charge)
+
+
 def test_spot_follows_the_load_between_its_floor_and_its_cap() -> None:
     curve = read_factors("spot=0.2:2")["spot"]
     at = [curve.at(int(load * MILLION)) for load in (0, 0.5, 0.75, 1, 3)]

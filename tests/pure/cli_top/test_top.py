@@ -347,3 +347,20 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--once" in capsys.readouterr().err
     assert run(["top", "--url", "http://127.0.0.1:9", "--once"]) == 1
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_pictures_and_their_pages_are_shown() -> None:
+    picture = ServerPicture()
+    picture.meet(ABOUT)
+    sees = (seed for seed in range(5, 99) if World(seed).engine.scheduler.state.config.encoder is not None)
+    for message in messages(seed=next(sees)):
+        picture.apply(message)
+    figures = picture.figures()
+    assert figures.encoded > 0 and figures.pages["pages"] >= figures.pages["held"] + figures.pages["cached"]
+    assert f"pictures {figures.encoded:,} (" in told(picture, width=140)
+    assert f"of {figures.pages['pages']} pages" in told(picture, width=140)
+    plain = ServerPicture()
+    plain.meet(ABOUT)
+    for message in messages(steps=20):
+        plain.apply(message)
+    assert "pictures" not in told(plain, width=140)

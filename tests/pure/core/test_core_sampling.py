@@ -1,7 +1,7 @@
 """Sampling parameters: each field at its limit and just beyond it, and the seeds of branches."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -199,3 +199,12 @@ def test_the_kind_of_output_is_one_of_three() -> None:
     wrong: Any = "delta"
     with pytest.raises(InvalidRequest, match="output_kind must be a RequestOutputKind"):
         SamplingParams(output_kind=wrong)
+
+
+def test_parameters_of_a_branch_are_those_with_other_lengths() -> None:
+    whole = SamplingParams(
+        n=3, max_tokens=64, min_tokens=9, temperature=0.5, seed=7, prompt_logprobs=2, stop=("a",), top_k=5
+    )
+    expected = replace(whole, max_tokens=5, min_tokens=2, n=1, prompt_logprobs=None)
+    assert whole.of_branch(5, 2) == expected
+    assert (whole.n, whole.max_tokens) == (3, 64)

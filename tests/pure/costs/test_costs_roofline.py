@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.costs.cost_model import PiecewiseLinear, StepShape, span_context_products
 from paceline.costs.presets import (
     CPU_2CORE_STEP_MS,
+    CPU_2CORE_XEON_STEP_MS,
     DEVICES,
     H200_BULK_FLOPS,
     H200_STEP_MS,
@@ -133,9 +134,12 @@ def test_the_h100_reads_slower_and_multiplies_alike() -> None:
     assert h100.parts(bulk).matmul_s == pytest.approx(h200.parts(bulk).matmul_s, rel=1e-3)
 
 
-def test_two_cpu_cores_take_what_their_steps_took() -> None:
-    roofline = Roofline(model_shape("smollm2-135m"), device_spec("cpu-2core"))
-    for name, measured_ms in CPU_2CORE_STEP_MS.items():
+@pytest.mark.parametrize(
+    ("device", "steps"), [("cpu-2core", CPU_2CORE_STEP_MS), ("cpu-2core-xeon", CPU_2CORE_XEON_STEP_MS)]
+)
+def test_two_cpu_cores_take_what_their_steps_took(device: str, steps: dict[str, float]) -> None:
+    roofline = Roofline(model_shape("smollm2-135m"), device_spec(device))
+    for name, measured_ms in steps.items():
         tokens = int(name.split()[-1])
         shape = StepShape(decode_rows=tokens, decode_context=140 * tokens, logit_rows=tokens)
         if name.startswith("prompt"):
@@ -209,7 +213,8 @@ PUBLISHED_PARAMETERS = {
 
 
 def test_parameter_counts_are_the_published_ones() -> None:
-    assert {name: shape.num_parameters for name, shape in MODELS.items()} == PUBLISHED_PARAMETERS
+    found = {name: MODELS[name].num_parameters for name in PUBLISHED_PARAMETERS}
+    assert found == PUBLISHED_PARAMETERS
 
 
 def test_kv_bytes_per_token_of_the_two_measured_models() -> None:
@@ -225,7 +230,9 @@ def test_names_are_found_in_any_case() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"unknown model 'gpt-9'.*llama-3\.1-8b.*qwen3-0\.6b"):
         model_shape("gpt-9")
-    with pytest.raises(InputError, match=r"unknown device 'abacus'.*a100, cpu-2core, h100, h200"):
+    with pytest.raises(
+        InputError, match=r"unknown device 'abacus'.*a100, cpu-2core, cpu-2core-xeon, h100, h200"
+    ):
         device_spec("abacus")
 
 

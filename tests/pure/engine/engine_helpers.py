@@ -31,8 +31,9 @@ from paceline.policy import Policy
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
 from tests.fake_adapters import HeldReads, Memory, read
-from tests.fakes import DeviceFault, FakeRunner
-from tests.reference_output import NONE, reference_output, vectors_of
+from tests.fake_faults import DeviceFault
+from tests.fakes import FakeRunner
+from tests.reference_output import NONE, Placed, Stretches, placed_of, reference_output, vectors_of
 
 _KV_OPTIONS = frozenset(spec.name for spec in fields(KVConfig))
 _SMALL: dict[str, Any] = {
@@ -95,7 +96,11 @@ class Watch:
         assert self._scheduler is not None
         state = self._scheduler.state
         owner = state.rows.request_id
-        spans = dict(zip(owner[plan.spans.row].tolist(), plan.spans.num_scheduled.tolist(), strict=True))
+        spans: dict[int, int] = {}
+        for each, count in zip(
+            owner[plan.spans.row].tolist(), plan.spans.num_scheduled.tolist(), strict=True
+        ):
+            spans[each] = spans.get(each, 0) + count
         decoding = np.flatnonzero(state.flights[-1].mask)
         self.seen.append(Seen(plan, spans, frozenset(owner[decoding].tolist())))
 
@@ -195,6 +200,7 @@ class Bench:
         # Output tokens that count as prompt: something was put in behind them.
         self.before: dict[int, int] = {}
         self.pictures: dict[int, dict[int, int]] = {}  # vectors by position
+        self.placed: dict[int, Placed] = {}  # texts that are copied to their places
         self.reads = HeldReads()
         self.watch = Watch()
         self.seen = self.watch.seen
@@ -212,6 +218,9 @@ class Bench:
         )
         self.scheduler: Scheduler = self.engine.scheduler
         self.state = self.scheduler.state
+        for each in (self.runner, getattr(self.runner, "device", None)):
+            if isinstance(each, FakeRunner):
+                each.placed_of = self._placed_of
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -220,7 +229,8 @@ class Bench:
 
     def add_all(self, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> list[RequestId]:
         """Add one prompt; `options` that `Engine.add` does not know are sampling parameters."""
-        names = ("tenant", "service_level", "deadline_s", "arrival_s", "tree", "adapter", "media")
+        own = {*ServiceLevel._fields, "tenant", "service_level", "deadline_s", "arrival_s", "tree", "adapter"}
+        names = own | {"media", "modules", "is_module"}
         urgent = {name: options.pop(name) for name in ServiceLevel._fields if name in options}
         options["service_level"] = ServiceLevel(**urgent)
         placing = {name: options.pop(name) for name in names if name in options}
@@ -257,9 +267,14 @@ class Bench:
         self.flush()
         return ended
 
+    def _placed_of(self, row: int) -> Placed:
+        request = self.state.rows.requests[row]
+        return () if request is None else placed_of(request)
+
     def expect(self, request_id: RequestId, tokens: Sequence[int]) -> None:
         self.asked[request_id] = (list(tokens), self.request(request_id).sampling)
         self.tokens[request_id] = []
+        self.placed[request_id] = placed_of(self.request(request_id))
 
     def request(self, request_id: RequestId) -> Request:
         return self.state.requests[request_id]
@@ -327,7 +342,7 @@ class Bench:
         """L4: when no request is left, nothing is."""
         state = self.state
         for group in state.kv.groups:
-            assert group.pool.num_free == group.pool.usable, "blocks are lost"
+            assert group.pool.num_free == group.unpinned, "blocks are lost"
             assert not group.reserved and not group.held.any(), "a row keeps blocks"
         for host in state.kv.places:
             assert host.num_free == host.num_places, "host places are lost"
@@ -349,7 +364,13 @@ class Bench:
         got = self.tokens[ending.request][before:]
         size = self.config.kv.block_size
         seen = self.pictures.get(ending.request, NONE)
-        expected, reason = reference_output(tokens, sampling, block_size=size, before=before, pictures=seen)
+        expected, reason = reference_output(
+            tokens,
+            sampling,
+            block_size=size,
+            before=before,
+            stretches=Stretches(seen, self.placed[ending.request]),
+        )
         assert got == expected[: len(got)], f"request {ending.request} got {got}, alone it gets {expected}"
         if ending.request not in self.cut and ending.reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert got == expected and ending.reason.value == reason

@@ -13,7 +13,8 @@ from paceline.config.speculative import DraftConfig
 from paceline.core.plan import EMPTY, StepResult
 from paceline.core.request import FinishReason
 from paceline.scheduler.rows import Rows
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 UNCACHED = {"enable_prefix_caching": False}

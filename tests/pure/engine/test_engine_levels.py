@@ -20,7 +20,8 @@ from paceline.engine.conductor import Conductor, Seat, broken_rules
 from paceline.errors import ConfigError
 from paceline.kv.tiers import BURST_S, DISK, HOST
 from paceline.scheduler.loading import Load
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, BreakingRunner, engine_config, prompt
 
 DEAR = {"token_s": 1e-2, "block_s": 1e-4, "step_s": 0.0, "disk_block_s": 1e-3}

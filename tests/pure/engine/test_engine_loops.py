@@ -10,7 +10,8 @@ from paceline.config.engine import EngineConfig, GroupSpec
 from paceline.core.request import FinishReason
 from paceline.core.sampling import SamplingParams
 from tests.cases import first
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.guides import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

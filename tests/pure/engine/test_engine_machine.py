@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from paceline.config.engine import GroupSpec
 from paceline.core.request import BlockReason, Request, RequestId, RequestState
 from paceline.errors import InvalidTransition, NeverFits, QueueFull
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.guides import VOCAB
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 

@@ -21,7 +21,8 @@ from paceline.engine.conductor import Conductor, Needs, Seat, broken_rules
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.kv.slabs import Owner, SlabMarket
 from tests.cases import first
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SEEDS = range(12)

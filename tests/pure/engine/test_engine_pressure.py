@@ -12,7 +12,8 @@ from paceline.core.request import FinishReason
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.scheduler.invariants import InvariantChecker
 from tests.dst.injected import CollidingKeyMaker, Shortage
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 

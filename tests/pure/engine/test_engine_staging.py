@@ -16,7 +16,8 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import SALT, BlockKey
 from paceline.errors import ConfigError
 from paceline.kv.tiers import BURST_S, DISK, HOST
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 COSTS = {"token_s": 1e-2, "block_s": 1e-4, "step_s": 0.0, "disk_block_s": 1e-3}

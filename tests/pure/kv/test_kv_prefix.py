@@ -101,7 +101,7 @@ def test_a_view_with_strides_gives_the_keys_of_its_values() -> None:
 
 
 def test_a_hit_compares_the_payload_too() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(10)
     assert cache.add([4], [BlockKey(b"k", b"mine")])
     assert cache.find(BlockKey(b"k", b"mine")) == 4
     assert cache.find(BlockKey(b"k", b"yours")) is None
@@ -109,7 +109,7 @@ def test_a_hit_compares_the_payload_too() -> None:
 
 
 def test_the_first_block_under_a_key_stays() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(10)
     assert cache.add([4], [BlockKey(b"k", b"mine")])
     assert not cache.add([5], [BlockKey(b"k", b"mine")])
     assert not cache.add([6], [BlockKey(b"k", b"yours")])
@@ -118,7 +118,7 @@ def test_the_first_block_under_a_key_stays() -> None:
 
 
 def test_what_is_dropped_is_found_no_more_and_its_key_is_free() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(10)
     cache.add([4], [BlockKey(b"k", b"mine")])
     cache.drop([4])
     assert cache.find(BlockKey(b"k", b"mine")) is None
@@ -130,7 +130,7 @@ def test_what_is_dropped_is_found_no_more_and_its_key_is_free() -> None:
 def test_colliding_keys_never_give_anothers_block(prompts: list[list[int]]) -> None:
     """K5: with a hash that returns a constant, the payload alone keeps prefixes apart."""
     colliding = CollidingKeyMaker(SIZE, b"k" * 32)
-    cache = PrefixCache()
+    cache = PrefixCache(10)
     owner: dict[int, list[int]] = {}
     for values in prompts:
         keys = colliding.extend([], column(values), b"r" * 32)

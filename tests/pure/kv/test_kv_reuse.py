@@ -271,40 +271,6 @@ def test_what_no_request_waits_for_any_more_is_like_the_rest() -> None:
     assert cache.order.num_wanted() == 0
 
 
-def test_what_clients_want_kept_goes_last_until_its_time_is_over() -> None:
-    cache = Cache(40)
-    cache.take("abcd")
-    cache.wishes.keep("alice", [key(name) for name in "abcd"], 60)
-    cache.let_go()
-    cache.at(30.0)
-    cache.ask(*(f"other {number}" for number in range(36)))
-    cache.wishes.settle()
-    assert cache.waiting()[-4:] == ["d", "c", "b", "a"] and cache.wishes.num_kept == 4
-    cache.ask(*(f"more {number}" for number in range(36)))
-    assert cache.ask(*"abcd") == 4
-    cache.at(61.0)
-    cache.wishes.settle()
-    assert not cache.wishes.num_kept and not cache.order.num_wanted()
-    cache.ask(*(f"again {number}" for number in range(40)))
-    assert cache.ask(*"abcd") == 0
-
-
-def test_a_tenant_keeps_a_tenth_of_the_pool_and_no_more() -> None:
-    cache = Cache(40)
-    cache.take([*"abcdef"])
-    cache.wishes.keep("alice", [key(name) for name in "abcdef"], 60)  # the beginning is worth most
-    cache.wishes.keep("bob", [key("a")], 10)
-    cache.let_go()
-    assert cache.wishes.num_kept == 5 and cache.order.num_wanted() == 4
-    cache.at(20.0)
-    cache.wishes.settle()
-    assert cache.wishes.num_kept == 4 and cache.order.num_wanted() == 4, "alice still wants what bob wanted"
-    cache.wishes.keep("alice", [key(name) for name in "af"], 60)  # longer, and no place for one more
-    cache.at(70.0)
-    cache.wishes.settle()
-    assert cache.wishes.num_kept == 1 and cache.order.num_wanted() == 1
-
-
 def test_what_a_tenant_leaves_beyond_its_share_goes_first() -> None:
     cache = Cache(40)
     cache.ask(*"xyz")  # of another, and older
@@ -320,13 +286,6 @@ def test_what_a_tenant_leaves_beyond_its_share_goes_first() -> None:
     cache.ask(*(f"other {number}" for number in range(36)))
     assert cache.ask(*"abcd") == 4
     assert len(cache.order) == 40
-
-
-def test_least_recently_freed_keeps_nothing_for_clients() -> None:
-    cache = Cache(40, "lru")
-    cache.take([*"abcd"])
-    cache.wishes.keep("alice", [key(name) for name in "abcd"], 60)
-    assert not cache.wishes.num_kept
 
 
 def test_a_short_wait_costs_nothing_and_a_step_looks_up_few() -> None:

@@ -73,12 +73,13 @@ TO_ENGINE = [
     frames.Explain(3, 4),
     frames.LoadAdapter(5, 2, "poet", "/adapters/poet", "ab12"),
     frames.UnloadAdapter(2),
+    frames.EndPin("alice", "ctx_1"),
     frames.Ping(),
     frames.Stop(),
 ]
 FROM_ENGINE = [
-    frames.Loading(),
-    frames.Loading("loading weights", 3, 30),
+    frames.StillLoading(),
+    frames.StillLoading("loading weights", 3, 30),
     frames.Ready(INFO),
     frames.LoadFailure("no such file", 2),
     frames.Failed("three failures"),

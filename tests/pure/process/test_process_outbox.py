@@ -15,7 +15,7 @@ from paceline.core.plan import RowLogprobs
 from paceline.core.request import FinishReason, RequestId
 from paceline.process import frames
 from paceline.process.client import EngineStats
-from paceline.process.model_service import Outbox
+from paceline.process.outbox import Outbox
 
 SMALLEST_FRAME = 64 << 10
 

@@ -15,7 +15,7 @@ from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownR
 from paceline.process import frames
 from paceline.process.client import BranchUpdate
 from paceline.process.frames import error_of, rejected_with
-from paceline.process.model_service import Outbox
+from paceline.process.outbox import Outbox
 from tests.pure.process.test_process_client import SAMPLING, connected
 
 FRAME = 64 << 10
@@ -110,7 +110,7 @@ def test_pruning_and_extending_are_answered() -> None:
         extended = asyncio.ensure_future(client.extend(1, [5], max_tokens=3))
         await asyncio.sleep(0)
         first, second = sender.sent
-        assert isinstance(first, frames.Prune) and isinstance(second, frames.Extend)
+        assert isinstance(first, frames.Prune) and isinstance(second, frames.ExtendBranch)
         client.on_answer(frames.Changed(first.question, [ChangeOutcome.CHANGED, ChangeOutcome.ENDED]))
         no = rejected_with(InvalidTransition("it has all its tokens"))
         client.on_answer(frames.Extended(second.question, no))

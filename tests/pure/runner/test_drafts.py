@@ -163,6 +163,30 @@ def test_drafts_are_compared_whether_they_are_verified_or_not() -> None:
     assert texts.drafter.take_tally() is None
 
 
+def test_where_no_draft_is_worth_it_many_rows_are_looked_at_now_and_then() -> None:
+    texts = Texts(*([1, 2, 3, 4, 5, 6, 1] for _ in range(4)))
+    every = np.arange(4)
+    none = {"width": 0, "tokens": 0, "floor": 1.0, "trust": None}
+    tallied = []
+    for token in (2, 3, 4, 5, 6):
+        assert texts.propose(*every.tolist(), **none) is None  # type: ignore[arg-type]
+        texts.rows.tokens[every, texts.rows.num_tokens[every]] = token
+        texts.rows.num_tokens[every] += 1
+        texts.drafter.observe(texts.rows, every, np.ones(4, np.int64), None)
+        tally = texts.drafter.take_tally()
+        tallied.append(0 if tally is None else int(tally.compared.sum()))
+    # The fourth step is the first that is looked at, and then there are guesses.
+    assert tallied == [0, 0, 0, 0, 0]
+    for token in (1, 2, 3, 4):
+        assert texts.propose(*every.tolist(), **none) is None  # type: ignore[arg-type]
+        texts.rows.tokens[every, texts.rows.num_tokens[every]] = token
+        texts.rows.num_tokens[every] += 1
+        texts.drafter.observe(texts.rows, every, np.ones(4, np.int64), None)
+    tally = texts.drafter.take_tally()
+    assert tally is not None and (tally.compared.sum(), tally.equal.sum()) == (4, 4)  # one of each row
+    assert texts.drafts(*every.tolist()) == [[5, 6, 1, 2]] * 4  # what was not looked at is known by then
+
+
 def ended(texts: Texts, row: int) -> None:
     texts.rows.ended[row] = True
     texts.drafter.leave(texts.rows, row)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from paceline.config.engine import ModelConfig
+from paceline.core.shared_files import read_key
 from paceline.core.store import ANYWHERE, BlockHead
 from paceline.errors import ConfigError
 from paceline.runner.redis_store import KEPT_S, NEWS, RedisStore, connect
-from paceline.runner.store_key import read_key
 from tests.shared_store import Client, fake_server
 
 PLACE = 4096

@@ -18,7 +18,7 @@ SAMPLERS = {
 }
 # Parameters that decide no draw: how long a request is, its branches and its times, and what it is drafted from.
 SCHEDULED = {"max_tokens", "n", "deadline_ms", "ttft_slo_ms", "itl_slo_ms", "on_infeasible", "prediction"}
-SCHEDULED |= {"on_stop", "hold_s", "kv_keep", "pooling", "prompt_cache_s", "cache_share"}
+SCHEDULED |= {"on_stop", "hold_s", "kv_keep", "pooling", "pin", "cache_share"}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config.engine import PreemptionCosts
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.request import RequestId, RequestState, RequestTree, TreeLimits
 from paceline.kv.reuse import REMEMBERED_TIMES, ReuseOrder
 from paceline.scheduler.loading import Load

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine import EncoderWork, StepCosts
+from paceline.config.encoder import EncoderWork
+from paceline.config.engine import StepCosts
 from paceline.config.speculative import DraftConfig
+from paceline.core.parameters import Pin
 from paceline.core.plan import StepPlan
 from paceline.core.request import RequestId
-from paceline.core.stretch import MediaInput, MediaPart
+from paceline.core.stretch import MediaInput, MediaPart, ModulePart
 from paceline.scheduler.invariants import INVARIANTS
 from paceline.scheduler.invariants.half_steps import BlocksInUse
 from paceline.scheduler.invariants.registry import CheckContext
@@ -80,6 +82,19 @@ def forked() -> PlannedState:
     return PlannedState(bench, bench.scheduler.schedule())
 
 
+def placing() -> PlannedState:
+    """Row 0 places the first of two contexts, and computes the beginning of the second."""
+    bench = Bench(engine_config())
+    texts = [prompt(40, 5), prompt(24, 7)]
+    tokens = prompt(3) + texts[0] + prompt(3, 9) + texts[1] + prompt(3, 9)
+    bench.add(tokens, modules=[ModulePart(3, 40), ModulePart(46, 24)])
+    while not len((plan := bench.scheduler.schedule() or StepPlan(seq=0)).placements.row):
+        if plan.seq:  # the scheduler has planned it behind the engine's back
+            bench.scheduler.update(bench.runner.submit(plan).wait())
+        bench.engine.modules.obey()
+    return PlannedState(bench, plan)
+
+
 def crowded() -> PlannedState:
     """One request runs, two wait for its row."""
     return planned_state(max_num_seqs=1)
@@ -127,6 +142,16 @@ def pictured() -> PlannedState:
     bench = Bench(engine_config(max_num_batched_tokens=32, encoder=work))
     given = [MediaInput(content=bytes([n]), units=units, outputs=8) for n, units in enumerate((2, 40))]
     bench.add(prompt(40), 5, media=[MediaPart(2, given[0]), MediaPart(14, given[1])])
+    return PlannedState(bench, bench.scheduler.schedule())
+
+
+def pinned() -> PlannedState:
+    """The prompt of request 1 is pinned; request 2 runs."""
+    bench = Bench(engine_config(max_pinned_fraction=1.0, max_pinned_fraction_per_key=1.0, max_model_len=40))
+    bench.add(prompt(9), 1, pin=Pin(ttl_s=60))
+    bench.run()
+    bench.add(prompt(9, 1), 20)
+    bench.step(2)
     return PlannedState(bench, bench.scheduler.schedule())
 
 

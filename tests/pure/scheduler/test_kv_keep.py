@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config.engine import GroupSpec
 from paceline.config.speculative import DraftConfig
-from paceline.core.kv_keep import KVKeep
+from paceline.core.parameters import KVKeep
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest

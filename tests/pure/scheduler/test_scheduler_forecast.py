@@ -1,6 +1,7 @@
 """When a first token would come: what is said when a request arrives, against what happens then."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from paceline.costs.presets import device_spec, model_shape
 from paceline.costs.step_speed import FEWEST
 from paceline.lab.sim import Machine, SimConfig, engine_config, simulate
 from paceline.lab.workload.workload import Workload
-from paceline.scheduler.forecast import StepProjection
+from paceline.scheduler.forecast import PART, Cost, StepProjection
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.step.pace import ExpectedRoom, StepRoom
 from paceline.scheduler.tenants import MOST_TENANTS, OutputStats
 from tests.pure.lab.sim.sim_helpers import make_workload
 
@@ -163,49 +165,110 @@ def test_more_ahead_is_a_later_token() -> None:
 # A walk over the steps to come, against the same counted step by step.
 
 
-def cost(decoding: float, prompt_tokens: float) -> float:
-    return 1.0 + 0.01 * (decoding + prompt_tokens)
+def cost(decoding: float, prompt_tokens: float, pairs: float = 0.0) -> float:
+    return 1.0 + 0.01 * (decoding + prompt_tokens) + 1e-3 * pairs
+
+
+def plain(decoding: float, prompt_tokens: float, pairs: float = 0.0) -> float:
+    """The same where attention costs nothing."""
+    return cost(decoding, prompt_tokens)
+
+
+class Room(ExpectedRoom):
+    """Steps of a number of tokens, by how far the long prompt is; `long`: from how many tokens on a prompt is one."""
+
+    def __init__(self, tokens: int | Callable[[int], int], long: float = math.inf, for_long: int = 0) -> None:
+        self._tokens, self._long, self._for_long = tokens, long, for_long
+
+    def is_long(self, num_tokens: int) -> bool:
+        return num_tokens >= self._long
+
+    def __call__(self, decoding: int, done: int = -1, *, others: bool = False) -> StepRoom:
+        tokens = self._tokens if isinstance(self._tokens, int) else self._tokens(done)
+        return StepRoom(tokens, self._for_long or tokens)
 
 
 def projection(
-    *lives: float, budget: int = 10, free_rows: int = 8, free_blocks: float = 1000.0
+    *lives: float,
+    budget: int | ExpectedRoom = 10,
+    free_rows: int = 8,
+    free_blocks: float = 1000.0,
+    share: float = 1.0,
+    by: Cost = plain,
 ) -> StepProjection:
     return StepProjection(
-        cost,
-        lambda decoding: budget,
+        by,
+        Room(budget) if isinstance(budget, int) else budget,
         endings=[(life, 2.0) for life in lives],
         free_rows=free_rows,
         free_blocks=free_blocks,
         block_size=16,
+        share=share,
     )
 
 
 def test_a_prompt_that_fits_takes_one_step_of_its_size() -> None:
     walk = projection()
-    walk.read(4)
-    assert walk.seconds == 0.0
-    assert walk.first_token_s() == pytest.approx(cost(0, 4))
+    assert walk.first_token_s(walk.read(4)) == pytest.approx(plain(0, 4))
 
 
 def test_prompts_share_steps_and_long_ones_take_several() -> None:
     walk = projection()
     walk.read(6)
-    walk.read(18)  # 10 + 10 + 4
-    assert walk.first_token_s() == pytest.approx(2 * cost(0, 10) + cost(0, 4))
+    prompt = walk.read(18)  # 10 + 10 + 4
+    assert walk.first_token_s(prompt) == pytest.approx(2 * plain(0, 10) + plain(0, 4))
+
+
+def test_a_prompt_behind_a_long_one_takes_what_the_share_of_that_leaves() -> None:
+    walk = projection(share=0.7)
+    walk.read(700)
+    walk.admit(1)
+    prompt = walk.read(6)  # 3 beside 7, twice
+    assert walk.first_token_s(prompt) == pytest.approx(2 * plain(0, 10))
+
+
+def test_one_more_prompt_waits_until_a_step_has_tokens_for_it() -> None:
+    walk = projection(share=0.5)
+    walk.read(20)
+    walk.read(20)
+    walk.admit(1)
+    prompt = walk.read(3)  # both are read at half of a step, which takes four
+    assert walk.first_token_s(prompt) == pytest.approx(4 * plain(0, 10) + plain(0, 3))
+
+
+def test_what_tokens_attend_to_is_counted_once_however_steps_are_counted_together() -> None:
+    walk = projection(by=cost)
+    assert walk.first_token_s(walk.read(100, at=1000)) == pytest.approx(
+        sum(cost(0, 10, 10 * (1000 + 10 * step) + 50) for step in range(10))
+    )
+
+
+def test_the_budget_is_asked_for_anew_the_further_a_long_prompt_is() -> None:
+    walk = projection(budget=Room(lambda done: 1024 if done < 2 * PART else 256, long=PART))
+    assert walk.first_token_s(walk.read(3 * PART)) == pytest.approx(
+        2 * PART // 1024 * plain(0, 1024) + PART // 256 * plain(0, 256)
+    )
+
+
+def test_a_long_prompt_leaves_to_others_what_it_may_not_take() -> None:
+    walk = projection(budget=Room(100, long=1000, for_long=20))
+    walk.read(5000)
+    walk.admit(1)
+    prompt = walk.read(160)  # 80 at a time
+    assert walk.first_token_s(prompt) == pytest.approx(2 * plain(0, 100))
 
 
 def test_rows_that_decode_leave_less_of_a_step_until_they_end() -> None:
     walk = projection(2.0, 2.0)
-    walk.read(30)  # 8, 8, then 10 and 4
-    assert walk.first_token_s() == pytest.approx(2 * cost(2, 8) + cost(0, 10) + cost(0, 4))
+    prompt = walk.read(30)  # 8, 8, then 10 and 4
+    assert walk.first_token_s(prompt) == pytest.approx(2 * plain(2, 8) + plain(0, 10) + plain(0, 4))
 
 
 def test_without_a_row_the_next_ending_is_waited_for() -> None:
     walk = projection(5.0, 9.0, free_rows=0)
     walk.admit(1)
-    assert walk.seconds == pytest.approx(5 * cost(2, 0))
-    walk.read(3)
-    assert walk.first_token_s() == pytest.approx(5 * cost(2, 0) + cost(1, 3))
+    assert walk.seconds == pytest.approx(5 * plain(2, 0))
+    assert walk.first_token_s(walk.read(3)) == pytest.approx(5 * plain(2, 0) + plain(1, 3))
 
 
 def test_without_blocks_as_many_endings_as_free_them_are_waited_for() -> None:
@@ -217,17 +280,15 @@ def test_without_blocks_as_many_endings_as_free_them_are_waited_for() -> None:
 def test_a_request_whose_prompt_was_read_decodes_and_ends() -> None:
     walk = projection(free_rows=1)
     walk.admit(1)
-    walk.read(10)
-    walk.decode(4.0, 1.0)
+    walk.read(10, decodes=(4.0, 1.0))
     walk.admit(1)  # waits for it
-    assert walk.seconds == pytest.approx(cost(0, 10) + 4 * cost(1, 0))
+    assert walk.seconds == pytest.approx(plain(0, 10) + 4 * plain(1, 0))
 
 
 def test_without_a_row_to_wait_for_nothing_is_waited_for() -> None:
     walk = projection(free_rows=0, free_blocks=0.0)
     walk.admit(5)
-    walk.read(1)
-    assert walk.first_token_s() == pytest.approx(cost(0, 1))
+    assert walk.first_token_s(walk.read(1)) == pytest.approx(plain(0, 1))
 
 
 # ----------------------------------------------------------------

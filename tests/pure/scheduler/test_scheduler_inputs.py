@@ -7,7 +7,8 @@ import pytest
 from paceline.core.request import BlockReason, FinishReason, RequestId, RequestState
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import state
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 # -- a stop found outside ----------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.parameters import PoolingParams
 from paceline.core.plan import i32
-from paceline.core.pooling import PoolingParams
 from paceline.core.request import RequestId, RequestState
 from paceline.scheduler.dial.engine_dial import DialLimits
 from paceline.scheduler.invariants import INVARIANTS
@@ -29,6 +29,8 @@ from tests.pure.scheduler.planned_states import (
     long_prompt,
     paced,
     pictured,
+    pinned,
+    placing,
     shared_out,
     unplanned,
     vacated,
@@ -124,7 +126,7 @@ def a_host_place_is_given_back_twice(planned: PlannedState) -> None:
 
 @breaks("the_cache_and_its_blocks_agree")
 def an_entry_is_lost(planned: PlannedState) -> None:
-    planned.group.cache.drop(list(planned.group.cache.entries())[:1])
+    planned.group.cache.drop(planned.group.cache.blocks()[:1])
 
 
 @breaks("the_cache_and_its_blocks_agree")
@@ -330,11 +332,69 @@ def a_group_comes_to_its_end_and_stays(planned: PlannedState) -> None:
     planned.state.encodings.group = planned.state.encodings.unfinished[-1]
 
 
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def keys_are_turned_too_far(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    placements = planned.plan.placements
+    planned.plan = planned.plan._replace(placements=replace(placements, shift=placements.shift + 1))
+
+
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def tokens_are_placed_that_are_computed(planned: PlannedState) -> None:
+    assert planned.plan is not None
+    placements = planned.plan.placements
+    planned.plan = planned.plan._replace(placements=replace(placements, start=placements.start - 4))
+
+
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def a_run_of_tokens_is_left_out(planned: PlannedState) -> None:
+    planned.rows.scheduled[0] += 1
+
+
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def a_source_is_free_while_it_is_copied(planned: PlannedState) -> None:
+    planned.pool.refs[planned.state.flights[-1].sources[0]] = 0
+
+
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def a_row_holds_no_module_any_more(planned: PlannedState) -> None:
+    planned.kv.sources.rows.clear()
+
+
+@breaks("a_placed_slot_is_written_once_from_its_module", placing)
+def a_row_holds_another_block(planned: PlannedState) -> None:
+    held = planned.kv.sources.rows[0][1][0]
+    held[0] = held[1]
+
+
 @breaks("what_ends_with_a_vector_has_no_output")
 def a_request_for_a_vector_decodes(planned: PlannedState) -> None:
     request = planned.bench.request(RequestId(1))
     request.sampling = replace(request.sampling, pooling=PoolingParams(kind="last"))
     planned.rows.decoding[request.row] = True
+
+
+@breaks("pins_are_within_their_limits", pinned)
+def more_is_pinned_than_may_be(planned: PlannedState) -> None:
+    planned.state.kv.pins.most_of_tenant = 0
+
+
+@breaks("pins_are_within_their_limits")
+def blocks_are_counted_as_pinned_and_no_pin_has_them(planned: PlannedState) -> None:
+    planned.group.pinned = 1
+
+
+@breaks("a_pinned_block_is_never_evicted", pinned)
+def a_pin_has_lost_its_block(planned: PlannedState) -> None:
+    name, block = next(iter(planned.state.kv.pins.entries(0).items()))
+    planned.group.cache.drop([block])
+    assert planned.group.cache.named(name) is None
+
+
+@breaks("each_pin_is_of_one_tenant", pinned)
+def two_tenants_have_a_block_pinned(planned: PlannedState) -> None:
+    users = planned.state.kv.pins.users()
+    users["another"] = dict(next(iter(users.values())))
 
 
 @breaks("preemptions_are_bounded")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.audit.story import story
-from paceline.config.engine import EncoderWork
+from paceline.config.encoder import EncoderWork
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.errors import InvalidRequest, NeverFits
@@ -16,9 +16,21 @@ from tests.fakes import FakeRunner
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
-def bench(*, num_pages: int = 8, max_units: int = 64, positions: float = 2.0, **options: Any) -> Bench:
+def bench(
+    *,
+    num_pages: int = 8,
+    max_units: int = 64,
+    positions: float = 2.0,
+    least: str = "position",
+    **options: Any,
+) -> Bench:
     work = EncoderWork(
-        layers=2, num_pages=num_pages, page_vectors=4, max_units=max_units, token_positions=positions
+        layers=2,
+        num_pages=num_pages,
+        page_vectors=4,
+        max_units=max_units,
+        token_positions=positions,
+        least=least,
     )
     return Bench(engine_config(encoder=work, **options))
 
@@ -45,6 +57,31 @@ def test_a_row_stops_at_a_picture_and_pays_for_it_with_its_share() -> None:
     assert encoded(one)[:3] == [56, 64, 40]
     spans = [seen.spans.get(request) for seen in one.seen[:4]]
     assert spans == [4, None, 12, 24], "20 tokens for the last 40 positions, 12 for what stands behind them"
+
+
+def test_a_gpu_computes_whole_layers() -> None:
+    one = bench(least="layer")  # 32 tokens a step, which pay for 64 positions; a layer has 80
+    request = one.add(prompt(40), media=[MediaPart(0, picture(1, units=40))])
+    one.run()
+    assert encoded(one)[:2] == [80, 80], "each step goes on by a layer, although it pays for less"
+    many = bench(least="layer", positions=2.9)  # 92 positions: 12 of them count for the next layer
+    many.add(prompt(12), media=[MediaPart(0, picture(1, units=40))])
+    many.run()
+    assert encoded(many)[:2] == [80, 80] and one.seen[2].spans.get(request) == 32
+    wide = bench(least="layer", positions=6.0, max_num_batched_tokens=8)  # 48 positions; a layer has 24
+    two = [MediaPart(0, picture(1, units=6)), MediaPart(8, picture(2, units=6))]
+    wide.add(prompt(20), media=two)
+    wide.run()
+    assert encoded(wide)[0] == 48, "two layers of both items"
+
+
+def test_a_whole_picture_can_be_asked_for() -> None:
+    one = bench(least="line", max_num_batched_tokens=8)
+    one.add(prompt(4), 20)
+    one.step(2)
+    one.add(prompt(30), media=[MediaPart(0, picture(1, outputs=20, units=200))])
+    one.run()
+    assert [count for count in encoded(one) if count] == [800], "its whole line stands in one step"
 
 
 def test_a_picture_makes_no_step_longer_for_rows_that_decode() -> None:
@@ -192,3 +229,35 @@ def test_the_story_of_a_request_tells_when_its_pictures_were_encoded() -> None:
     one.run()
     told = " ".join(story(d for d in one.watch.decisions if d.request == request))
     assert "its picture 1 of 2 (8 tokens) was encoded in steps 3 to 8 beside 1 decoding rows" in told
+
+
+def test_what_becomes_of_pictures_is_counted() -> None:
+    one = bench(num_pages=4)
+    first = one.engine.scheduler.state.requests[
+        one.add(prompt(40), 12, media=[MediaPart(4, picture(1, units=40))])
+    ]
+    one.step(8)
+    counters = one.engine.scheduler.state.counters
+    use = one.engine.scheduler.state.encodings.use()
+    assert (counters.media_queries, counters.media_hits) == (1, 0)
+    assert (counters.encoded, counters.encoded_units, counters.encode_positions) == (1, 40, 160)
+    assert counters.encode_as_tokens == pytest.approx(80)
+    assert counters.encode_waits == 1 and counters.encode_wait_s > 0.0
+    assert (use.held, use.cached, use.pages) == (0, 2, 4), "its row has passed it"
+    again = one.engine.scheduler.state.requests[
+        one.add(prompt(40, 7), 2, media=[MediaPart(0, picture(1, units=40))])
+    ]
+    one.run()
+    assert (again.cost.encoded_units, again.cost.encodings_reused) == (0, 1)
+    assert first.cost.encoded_units == 40
+    assert (counters.media_queries, counters.media_hits, counters.encoded) == (2, 1, 1)
+    assert counters.encode_waits == 1
+
+
+def test_items_are_numbered_in_the_order_of_the_prompt() -> None:
+    """In every process alike: a set of keys would have another order in a replay."""
+    one = bench(num_pages=40, max_num_batched_tokens=256, max_model_len=256)
+    one.add(prompt(120), media=[MediaPart(8 * place, picture(place)) for place in range(12)])
+    one.run()
+    numbers = [number for seen in one.seen for join in seen.plan.joins.media for _, _, number in join]
+    assert numbers == list(range(1, 13))

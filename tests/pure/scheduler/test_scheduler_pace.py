@@ -14,7 +14,7 @@ from paceline.audit.codec import config_of, plain
 from paceline.config.engine import EngineConfig, LearnedSteps, SchedulerConfig, StepCosts
 from paceline.core.plan import StepTimes, StepWork
 from paceline.errors import ConfigError
-from paceline.scheduler.step.pace import FASTEST, SLOWEST, Pace, make_pace, step_budget
+from paceline.scheduler.step.pace import FASTEST, SLOWEST, LongPrompts, Pace, make_pace, step_budget
 from paceline.scheduler.step_sizes import FORGOTTEN_S, LONG_CONTEXT, TOLERATED, StepSizes
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
@@ -151,6 +151,59 @@ def test_the_budget_lies_between_floor_and_ceiling_and_keeps_the_target(
         larger = min(size for size in COSTS.sizes if size >= budget)
         slack = COSTS.seconds[COSTS.sizes.index(larger)] - COSTS.seconds[COSTS.sizes.index(larger) - 1]
         assert one.expected_s(work) <= one.target_s(waited_s) + slack * (budget == most) + 1e-9
+
+
+# -- long prompts --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_long_that_takes_longer_than_a_request_is_patient() -> None:
+    one = pace()  # 200 ms: with 10.6 us for a token, 10 ns for a pair
+    assert not one.is_long(5_000) and one.is_long(6_000)  # 0.18 and 0.24 s
+
+
+def test_a_long_prompt_alone_has_half_of_the_target_and_any_row_makes_the_difference() -> None:
+    one, far = pace(40.0), LongPrompts(100_000)  # a millisecond for each token
+    assert one.beside_long(0, 0, far, 0.0).for_long == 37  # 38 ms beside what the least step takes
+    near = LongPrompts(0)
+    assert one.beside_long(1, 0, near, 0.0).for_long < 0.55 * one.beside_long(0, 0, near, 0.0).for_long
+
+
+def test_long_prompts_get_a_share_of_the_seconds_while_others_could_use_them() -> None:
+    alone = pace(100.0).beside_long(0, 0, LongPrompts(100_000), 0.0)
+    room = pace(100.0).beside_long(0, 0, LongPrompts(100_000, others=800, share=0.5), 0.0)
+    assert alone.tokens == alone.for_long == 96
+    assert room.for_long == 48 and room.tokens == 848
+
+
+def test_long_prompts_go_on_however_far_they_are() -> None:
+    room = pace().beside_long(90, 10**9, LongPrompts(10**6, others=50), 0.0)
+    assert room.for_long == StepCosts.LONG and room.tokens >= 90 + StepCosts.LONG
+
+
+@given(
+    rows=st.integers(0, 1500),
+    context=st.integers(0, 10**7),
+    done=st.integers(0, 10**6),
+    others=st.integers(0, 10**5),
+    target_ms=st.floats(1.0, 1e3),
+)
+def test_the_room_beside_long_prompts_keeps_the_target(
+    rows: int, context: int, done: int, others: int, target_ms: float
+) -> None:
+    one = pace(target_ms)
+    room = one.beside_long(rows, context, LongPrompts(done, others, 0.5), 0.0)
+    assert room.for_long >= StepCosts.LONG
+    assert rows + room.for_long <= room.tokens <= 4096
+    least = min([size for size in COSTS.sizes if size >= rows + room.for_long], default=rows + room.for_long)
+    if room.for_long > StepCosts.LONG and room.tokens > least:
+        tokens, first = room.tokens - rows, room.for_long
+        work = StepWork(
+            decode_rows=rows,
+            decode_context=context,
+            prefill_tokens=tokens,
+            prefill_context_products=first * done + first**2 // 2,
+        )
+        assert one.expected_s(work) <= one.target_s(0.0) + 1e-9
 
 
 # -- learning ------------------------------------------------------------------------------------------------
@@ -448,3 +501,14 @@ def test_a_run_log_has_what_is_learnt_from() -> None:
 def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         replace(LEARNED, **wrong)  # type: ignore[arg-type]
+
+
+def test_steps_get_smaller_the_further_a_prompt_is_where_they_would_take_far_too_long() -> None:
+    config = replace(CONFIG, learned_steps=replace(LEARNED, product_s=LEARNED.token_s / 1000))
+    sizes, alike = StepSizes(config), StepSizes(CONFIG)
+    for decoding in (0, 3):
+        whole = alike.tokens(decoding)
+        found = [sizes.tokens(decoding, done) for done in (0, 1000, 10_000, 100_000, 10**9)]
+        assert found[:2] == [whole, whole] and found == sorted(found, reverse=True)
+        assert found[3] < whole and found[-1] == min(decoding + LEARNED.least, whole)
+        assert alike.tokens(decoding, 10**9) == whole

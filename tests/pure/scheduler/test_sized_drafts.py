@@ -19,17 +19,27 @@ def budget(seconds: tuple[float, ...], width: int = 7) -> SizedBudget:
     return SizedBudget(DraftConfig(width=width, sizes=SIZES, seconds=seconds), width)
 
 
-def run(drafts: SizedBudget, rows: int, acceptance: float, steps: int, seconds: tuple[float, ...]) -> None:
-    """Steps of `rows` rows, each with drafts of one kind, of which a share is right."""
+def run(
+    drafts: SizedBudget,
+    rows: int,
+    acceptance: float,
+    steps: int,
+    seconds: tuple[float, ...],
+    *,
+    have_drafts: bool = True,
+) -> None:
+    """Steps of `rows` rows, each with drafts of one kind, of which a share is right; or without any."""
     random, now_s = np.random.default_rng(1), 0.0
     for seq in range(1, steps + 1):
         width, tokens = drafts.choose(rows, 10_000)
-        each = min(width, tokens // rows)
+        each = min(width, tokens // rows) if have_drafts else 0
         right = np.minimum(random.geometric(1.0 - acceptance, rows) - 1, each) if acceptance < 1 else each
         count = np.broadcast_to(np.asarray(right) + 1, rows).astype(np.int32)
         compared, equal, offered = np.zeros((3, DRAFT_KINDS), np.int32)
-        offered[KIND] = rows
-        if each:
+        offered[KIND] = rows * have_drafts
+        if not have_drafts:
+            pass
+        elif each:
             compared[KIND], equal[KIND] = np.minimum(count, each).sum(), np.minimum(count - 1, each).sum()
         else:
             compared[KIND], equal[KIND] = rows, random.binomial(rows, acceptance)
@@ -66,6 +76,16 @@ def test_drafts_that_cost_more_than_they_bring_end(seconds: tuple[float, ...], a
     drafts = budget(seconds)
     run(drafts, 16, acceptance, 60, seconds)
     assert drafts.choose(16, 10_000) == (0, 0)
+
+
+@pytest.mark.parametrize("seconds", [FLAT, STEEP])
+def test_rows_that_have_no_drafts_get_no_room(seconds: tuple[float, ...]) -> None:
+    drafts = budget(seconds)
+    run(drafts, 16, 0.9, 12, seconds, have_drafts=False)
+    assert drafts.choose(16, 10_000) == (0, 0)
+    run(drafts, 16, 0.9, 60, FLAT)
+    run(drafts, 16, 0.9, 100, FLAT, have_drafts=False)
+    assert drafts.choose(16, 10_000) == (0, 0), "rows that had some before, too"
 
 
 def test_drafts_come_back_when_texts_change() -> None:

@@ -19,7 +19,9 @@ from paceline.core.plan import RowLogprobs
 from paceline.core.request import TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.stretch import PLAIN, PromptParts
 from paceline.errors import NeverFits
+from paceline.media.pictures import Pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
@@ -165,9 +167,13 @@ class FakeClient(IdleClient):
         timeout_s: float | None = None,
         tree: TreeLimits | None = None,
         adapter: int = 0,
+        parts: PromptParts = PLAIN,
     ) -> FakeStream:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
         given |= {"adapter": adapter} if adapter else {}
+        given |= {"media": parts.media} if parts.media else {}
+        given |= {"modules": parts.modules} if parts.modules else {}
+        given |= {"is_module": True} if parts.is_module else {}
         self.submitted.append({**given, "timeout_s": timeout_s})
         self.streams.append(FakeStream(self.script(tokens, sampling)))
         if isinstance(self.forecast_result, Forecast):
@@ -232,6 +238,7 @@ class Api:
         generation: GenerationDefaults | None = None,
         text: Tokenizer | None = None,
         embedding: EmbeddingDefaults | None = None,
+        pictures: Pictures | None = None,
         **settings: Any,
     ) -> None:
         text = text or tokenizer()
@@ -240,7 +247,12 @@ class Api:
         own = generation or GenerationDefaults()
         vectors = embedding or EmbeddingDefaults(kind="mean", width=WIDTH)
         model = ServedModel(
-            names=("tiny", "alias"), tokenizer=text, generation=own, embedding=vectors, created_s=7
+            names=("tiny", "alias"),
+            tokenizer=text,
+            generation=own,
+            embedding=vectors,
+            pictures=pictures,
+            created_s=7,
         )
         self.service = Service(self.client, model, ServiceSettings(**settings), observer=self.listener)
         self.routes: dict[tuple[str, str], Route] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.parameters import Pin
 from paceline.errors import InvalidRequest
 from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route
@@ -203,7 +204,7 @@ def test_a_cache_control_out_of_range_is_named(control: object) -> None:
 def test_a_retention_reaches_the_engine(value: str | None, seconds: int | None) -> None:
     api = Api()
     asyncio.run(api.open(COMPLETIONS, {"model": "tiny", "prompt": "hello", "prompt_cache_retention": value}))
-    assert api.client.submitted[0]["sampling"].prompt_cache_s == seconds
+    assert api.client.submitted[0]["sampling"].pin == (None if seconds is None else Pin(ttl_s=seconds))
 
 
 def test_the_longest_ttl_of_a_conversation_counts() -> None:
@@ -214,7 +215,7 @@ def test_the_longest_ttl_of_a_conversation_counts() -> None:
     ]
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": marked}]}
     asyncio.run(api.open("/v1/messages", body))
-    assert api.client.submitted[0]["sampling"].prompt_cache_s == 3600
+    assert api.client.submitted[0]["sampling"].pin == Pin(ttl_s=3600)
 
 
 def test_what_is_kept_reaches_the_engine() -> None:

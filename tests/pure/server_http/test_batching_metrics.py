@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters, LevelUse
+from paceline.core.counters import STEP_TOKEN_BOUNDS, Counters, LevelUse, MediaUse
 from paceline.core.events import Rule
 from paceline.core.plan import StepPlan, StepWork
 from paceline.costs.cost_model import work_done
@@ -20,6 +20,7 @@ from paceline.server.metrics.batching import (
     RecentTotals,
     Totals,
     level_families,
+    media_families,
     recent_costs,
     recent_figures,
 )
@@ -62,6 +63,22 @@ def test_levels_have_their_own_figures() -> None:
     assert found["p:kv_level_blocks", "m", "0", "disk", "cached"] == 7
     assert found["p:kv_level_up", "m", "0", "disk"] == 0
     assert found["p:kv_loads_total", "m", "0", Rule.LOADS.value] == 1
+
+
+def test_pictures_have_their_own_figures() -> None:
+    counters = Counters(media_queries=5, media_hits=2, encode_as_tokens=300.0, computed_tokens=900)
+    counters.planned(StepPlan(seq=1, work=StepWork(encode_positions=64)), 0)
+    stats = EngineStats(counters=counters, media=MediaUse(held=3, cached=4, pages=9))
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in media_families(stats, Families("p:", "m"))
+        for sample in family.samples
+    }
+    assert found["p:mm_cache_queries_total", "m", "0"] == 5
+    assert found["p:mm_cache_hits_total", "m", "0"] == 2
+    assert found["p:encode_positions_total", "m", "0"] == 64
+    assert found["p:encode_step_share", "m", "0"] == 0.25
+    assert found["p:encoding_pages", "m", "0", "cached"] == 4
 
 
 # ---------------------------------------------------------------- work

@@ -70,7 +70,8 @@ def test_words_for_the_client_are_kept_and_bounded() -> None:
 def test_busy_answers_say_when_to_come_back() -> None:
     for code, entry in CATALOGUE.items():
         is_busy = entry.status in (429, 503) or code == "request_busy"
-        is_busy &= code != "tree_limit_exceeded"  # its owner makes room by pruning, time does not
+        # Their owner makes room by pruning or deleting, time does not.
+        is_busy &= code not in ("tree_limit_exceeded", "context_limit_exceeded", "pin_limit_exceeded")
         assert (entry.retry_after_s is not None) == is_busy, code
         assert len(entry.message) <= 512
     assert problem_of(errors.QueueTimeout("x")).retry_after_s == 5

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.cli.serve.view import LoadingLine, card_lines, show_card
 from paceline.core.counters import Counters
 from paceline.process.client import EngineState, EngineStats
-from paceline.process.frames import Loading
+from paceline.process.frames import StillLoading
 from paceline.server.generate.request_record import RequestRecord
 from paceline.server.http.exchange import NO_ROUTE, Exchange
 from paceline.server.logs import FACTS, LogOutput, escaped
@@ -243,11 +243,11 @@ def test_loading_is_one_line_on_a_terminal_and_a_line_for_each_stage_elsewhere(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     records = [
-        Loading(),
-        Loading("starting torch"),
-        Loading("starting torch"),
-        Loading("loading weights", 1, 4),
-        Loading("loading weights", 4, 4),
+        StillLoading(),
+        StillLoading("starting torch"),
+        StillLoading("starting torch"),
+        StillLoading("loading weights", 1, 4),
+        StillLoading("loading weights", 4, 4),
         None,
         None,
     ]

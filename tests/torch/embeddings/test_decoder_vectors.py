@@ -18,7 +18,7 @@ from paceline.audit.codec import unpack
 from paceline.audit.runlog import read_run_log
 from paceline.audit.story import explain_from_log
 from paceline.core.events import Finished
-from paceline.core.pooling import PoolingParams
+from paceline.core.parameters import PoolingParams
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.lab.sim.replayer import replay
 from paceline.scheduler.policy.fair import FairShare

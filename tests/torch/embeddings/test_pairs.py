@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from paceline import LLM
-from paceline.core.pooling import CHOICE, CLASSIFY, PoolingParams
+from paceline.core.parameters import CHOICE, CLASSIFY, PoolingParams
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.llm.pairs import CHOICE_BEGIN, CHOICE_END, CHOICE_MARKS, CHOICE_PAIR, Cut, TextPair, fitted

@@ -139,7 +139,7 @@ class LoadSession:
         form: BodyForm = self.load.form(self.server.model)
         bar = _LoadBar(label, plan)
         with bar.progress or nullcontext():
-            generator = LoadGenerator(pool, self.load.source, form, plan, on_end=bar.take)
+            generator = LoadGenerator(pool, self.load.sent, form, plan, on_end=bar.take)
             loop = asyncio.get_running_loop()
             try:
                 if not self.is_warm:
@@ -244,7 +244,7 @@ def serve(values: Mapping[str, Any]) -> None:
     )
     server, load = open_load(options, [point])
     facts = server.facts()
-    note(f"{server.model} at {server.url}: {load.source.name}, {_sentence(load, point)}")
+    note(f"{server.model} at {server.url}: {load.sent.name}, {_sentence(load, point)}")
     run = LoadSession(server=server, load=load).run(point)
     found = figures(run, percentiles=percentiles, bounds=bounds)
     print("\n".join(block_lines(found, rate=point.rate, max_concurrency=point.max_concurrency)))
@@ -307,7 +307,7 @@ def settings(load: RequestedLoad, point: LoadPoint, bounds: Mapping[str, float])
     options = load.options
     ramp = point.ramp
     value: dict[str, Any] = {
-        "workload": load.source.name,
+        "workload": load.sent.name,
         "num_prompts": options.num_prompts,
         "max_duration_s": options.duration,
         "request_rate": "inf" if point.rate is None else point.rate,

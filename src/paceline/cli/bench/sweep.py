@@ -67,7 +67,7 @@ def sweep(values: Mapping[str, Any]) -> None:
     measured: list[Measured] = []
     is_interrupted = False
     for point in points:
-        note(f"{server.model} at {server.url}: {load.source.name}, {point.label}")
+        note(f"{server.model} at {server.url}: {load.sent.name}, {point.label}")
         run = session.run(point)
         found = figures(run, percentiles=percentiles, bounds=bounds)
         for line in remarks(found, run, load, point):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.cli.answering import ChatAnswer, Talker
+from paceline.cli.pictures import content_with
 from paceline.cli.remote import Remote
 from paceline.cli.terminal import Printer, has_colour, is_dumb, note
 from paceline.core.sampling import Offer, SamplingParams, offered
@@ -61,12 +62,15 @@ class ChatSession:
         *,
         system_prompt: str | None,
         shows_stats: bool,
+        images: str | None = None,
     ) -> None:
+        """`images`: files that are shown with the first message."""
         self._talker = talker
         self._given = dict(given)
         self._system = system_prompt
         self._shows_stats = shows_stats
-        self._turns: list[dict[str, str]] = []
+        self._images = images
+        self._turns: list[dict[str, Any]] = []
         self._last: ChatAnswer | None = None
         self._has_dropped = False
         self._printer = answer_printer(sys.stdout)
@@ -80,7 +84,7 @@ class ChatSession:
 
     def say(self, message: str) -> ChatAnswer:
         """Print the answer to a message as it is made. What cannot be asked leaves no trace."""
-        self._turns.append({"role": "user", "content": message})
+        self._turns.append({"role": "user", "content": content_with(message, self._images)})
         try:
             self._make_room()
             answer = self._talker.reply(self._messages(), self._given, self._printer.show)
@@ -92,6 +96,7 @@ class ChatSession:
         if answer.is_interrupted and not answer.text:  # stopped before it began: nothing was said
             self._turns.pop()
             return answer
+        self._images = None
         self._turns.append({"role": "assistant", "content": answer.text})
         self._last = answer
         if answer.finish_reason == "length":
@@ -100,8 +105,10 @@ class ChatSession:
             note(f"({answer.describe()})")
         return answer
 
-    def _messages(self) -> list[dict[str, str]]:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+    def _messages(self) -> list[dict[str, Any]]:
+        system: list[dict[str, Any]] = (
+            [] if self._system is None else [{"role": "system", "content": self._system}]
+        )
         return [*system, *self._turns]
 
     def _make_room(self) -> None:

@@ -27,6 +27,7 @@ Talk to a model on the terminal.
   paceline chat
   paceline chat -q "Name three rivers."
   paceline chat --model org/model --system-prompt "Answer in one sentence."
+  paceline chat --image cat.jpg
   paceline chat --url http://localhost:8000
 
 Ctrl-C stops an answer, Ctrl-D or /bye exits, /? lists the commands. Pasted text is one message; the up arrow brings
@@ -44,6 +45,12 @@ class ChatOptions:
         None, "ask this, print the answer and exit", basic=True, also=("-q",), metavar="MESSAGE"
     )
     system_prompt: str | None = option(None, "instructions for the model", basic=True)
+    image: str | None = option(
+        None,
+        "show the model a picture with the first message; commas for several",
+        basic=True,
+        metavar="FILE",
+    )
     stats: bool = option(False, "print time to first token and tokens/s, to standard error", basic=True)
     url: str | None = option(
         None,
@@ -98,7 +105,13 @@ def _converse(
 ) -> None:
     from paceline.cli.chat.conversation import ChatSession, open_lines
 
-    session = ChatSession(talker, given, system_prompt=values["system_prompt"], shows_stats=values["stats"])
+    session = ChatSession(
+        talker,
+        given,
+        system_prompt=values["system_prompt"],
+        shows_stats=values["stats"],
+        images=values["image"],
+    )
     if values["quick"] is not None:
         session.say(values["quick"]).check()
         return

@@ -132,5 +132,5 @@ RUN_BATCH = Command(
     name="run-batch",
     help=HELP,
     run=_run_batch,
-    takes=(BatchOptions, "Model", "Sampling", "KV cache", "Step size"),
+    takes=(BatchOptions, "Model", "Sampling", "KV cache", "Step size", "Pictures"),
 )

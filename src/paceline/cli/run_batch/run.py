@@ -234,7 +234,7 @@ class BatchProgress:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class OpenLine:
     """One line of the input under way."""
 
     number: int
@@ -260,7 +260,7 @@ class BatchRun:
         self._forms = pooled_forms(front.pooled, OWN_LIMITS)
         self._results = results
         self._progress = progress
-        self._open: dict[int, Line] = {}
+        self._open: dict[int, OpenLine] = {}
 
     def run(self, lines: Iterable[InputLine]) -> None:
         # A row's worth of requests waits behind every row, so that a leaving one is followed at once.
@@ -289,22 +289,22 @@ class BatchRun:
 
     def _read(
         self, number: int, custom_id: str, envelope: Mapping[str, Any]
-    ) -> tuple[Line, list[PreparedRequest]]:
+    ) -> tuple[OpenLine, list[PreparedRequest]]:
         url, content = _target(envelope)
         if url in IN_BATCHES:
             body = self._forms[url].parse(content, self._facts, strict=True)
             prepared = prepare_inputs(body, self._front.inputs)
-            line = Line(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
+            line = OpenLine(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
             return line, prepared
         body = parse_body(url, content, self._facts)
         if body.sampling.structured_outputs is not None:
             check(body.sampling.structured_outputs, body.structure_field)
         if body.messages is not None:
-            prepared = [self._front.read_chat(body.messages, body.sampling, **body.template)]
+            prepared = [self._front.read_chat(body.messages, body.sampling, is_local=False, **body.template)]
         else:
             prompts = (prompt for prompt in body.prompts if not isinstance(prompt, TextPair))
             prepared = [self._front.read(prompt, body.sampling) for prompt in prompts]
-        line = Line(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
+        line = OpenLine(number=number, custom_id=custom_id, url=url, body=body, num_prompts=len(prepared))
         return line, prepared
 
     # -- results -------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class BatchRun:
         num_output = sum(len(part.token_ids) for part in parts)
         self._write(number, line.custom_id, OK, self._body(line, outputs), num_input, num_output)
 
-    def _body(self, line: Line, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def _body(self, line: OpenLine, outputs: list[RequestOutput]) -> dict[str, Any]:
         tokenizer = self._front.tokenizer
         assert tokenizer is not None
         if line.url == COMPLETIONS:

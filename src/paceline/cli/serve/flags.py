@@ -178,6 +178,7 @@ SERVE = Command(
             "Batching",
             "Tuning",
             "Scheduling policy",
+            "Pictures",
         ),
         *("Queue and preemption", "Recording", "Records to keep"),
         *(ProcessConfig, UnsupportedOptions),

@@ -64,7 +64,9 @@ def build_server(
     build = open_api(served, config.api, app.log, billing, batches)
 
     async def open_in_thread() -> Api:
-        return await asyncio.get_running_loop().run_in_executor(None, build)
+        api = await asyncio.get_running_loop().run_in_executor(None, build)
+        large.update(api.large_bodies)
+        return api
 
     def show(info: EngineInfo) -> None:
         base, metrics, options = _urls(config, listeners)

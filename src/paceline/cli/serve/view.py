@@ -12,7 +12,7 @@ from typing import TextIO
 from paceline.cli.terminal import is_dumb
 from paceline.config.model_set import ModelShare
 from paceline.process.client import EngineInfo
-from paceline.process.frames import Loading
+from paceline.process.frames import StillLoading
 
 TYPICAL_TOKENS = 2048
 CLEAR_LINE = "\r\x1b[2K"
@@ -104,7 +104,7 @@ class LoadingLine:
         self._changes = stream.isatty() and not is_dumb()
         self._shown = ""
 
-    def show(self, loading: Loading | None) -> None:
+    def show(self, loading: StillLoading | None) -> None:
         """None: loading has ended."""
         with suppress(OSError, ValueError):  # a disk that is full is no reason not to serve
             text = "" if loading is None else _progress(loading, with_bar=self._changes)
@@ -118,7 +118,7 @@ class LoadingLine:
             self._shown = text
 
 
-def _progress(loading: Loading, *, with_bar: bool) -> str:
+def _progress(loading: StillLoading, *, with_bar: bool) -> str:
     if not loading.stage:
         return ""
     if not loading.total or not with_bar:

@@ -42,8 +42,8 @@ class SimOptions(CheckedOptions):
 
     trace: str = option(
         "azure-conv",
-        "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
-        "or a trace file",
+        "azure-conv, azure-code, mooncake, multi-tenant, mm-image, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
+        "servegen:FOLDER (or archive), or a trace file",
         basic=True,
         panel="Workload",
         metavar="NAME|FILE",
@@ -54,7 +54,7 @@ class SimOptions(CheckedOptions):
         low=1,
         basic=True,
         panel="Workload",
-        default_text=f"built-in workloads: {BUILT_IN_REQUESTS}; a file: all",
+        default_text=f"built-in workloads and ServeGen: {BUILT_IN_REQUESTS}; a file: all",
     )
     rate: str = option(
         "",
@@ -126,6 +126,12 @@ class SimOptions(CheckedOptions):
         "eviction orders to compare, separated by commas: reuse, lru, belady (knows what will arrive)",
         flag="--eviction",
         metavar="ORDER[,ORDER...]",
+    )
+    encodings: str = option(
+        "pieces",
+        "how pictures are encoded, separated by commas: pieces (parts of them in each step), whole (in one step)",
+        flag="--encode",
+        metavar="HOW[,HOW...]",
     )
     host_kv_gib: float = option(
         0.0,

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cli.flags import split_list
 from paceline.cli.sim.flags import BUILT_IN_REQUESTS, SWEEP_FACTORS, SimOptions
+from paceline.config.encoder import ENCODE_PARTS
 from paceline.config.engine import EVICTIONS
 from paceline.config.speculative import read_speculative_config
 from paceline.core.recorder import StepRecorder
@@ -29,6 +31,7 @@ from paceline.lab.sim.cost_files import load_cost_model
 from paceline.lab.sim.settings import LowerLevels
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
+from paceline.lab.workload.servegen import PREFIX
 
 if TYPE_CHECKING:
     from paceline.server.live.recording import Recording
@@ -133,9 +136,18 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     return runs
 
 
-def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool, LowerLevels | None]]:
-    """What each column of results shows: its name, the engine's options, whether it knows what will arrive, and the
-    levels below the device. Where there are any, the first column is without them."""
+class _Column(NamedTuple):
+    """What a column of results shows."""
+
+    name: str
+    chosen: dict[str, str]  # options of the engine
+    clairvoyant: bool  # it knows what will arrive
+    levels: LowerLevels | None  # below the device
+
+
+def _compared(options: SimOptions) -> list[_Column]:
+    """Modes, eviction orders and ways to encode pictures, each with each. Where there are levels below the device, the
+    first column is without them."""
     modes = split_list(options.modes, "--mode")
     orders = split_list(options.evictions, "--eviction")
     for order in orders:
@@ -143,18 +155,19 @@ def _compared(options: SimOptions) -> list[tuple[str, dict[str, str], bool, Lowe
             raise InputError(
                 f"--eviction '{order}' is not known; the orders are {', '.join((*EVICTIONS, BELADY))}"
             )
+    encodings = split_list(options.encodings, "--encode")
+    for encode in encodings:
+        if encode not in ENCODE_PARTS:
+            raise InputError(f"--encode '{encode}' is not known; give {' or '.join(ENCODE_PARTS)}")
     levels = _levels(options)
-    found: list[tuple[str, dict[str, str], bool, LowerLevels | None]] = []
-    for mode in modes:
-        for order in orders:
-            names = ([mode] if len(modes) > 1 or len(orders) == 1 else []) + (
-                [order] if len(orders) > 1 else []
-            )
-            eviction = "reuse" if order == BELADY else order
-            chosen = {"mode": mode, "eviction": eviction}
-            if levels is not None and not found:
-                found.append((f"{order} alone", chosen, order == BELADY, None))
-            found.append((" ".join(names), chosen, order == BELADY, levels))
+    found: list[_Column] = []
+    for mode, order, encode in product(modes, orders, encodings):
+        compared = ((mode, modes), (order, orders), (encode, encodings))
+        names = [name for name, among in compared if len(among) > 1] or [mode]
+        chosen = {"mode": mode, "eviction": "reuse" if order == BELADY else order, "encode": encode}
+        if levels is not None and not found:
+            found.append(_Column(f"{order} alone", chosen, order == BELADY, None))
+        found.append(_Column(" ".join(names), chosen, order == BELADY, levels))
     return found
 
 
@@ -302,7 +315,7 @@ def _recorded_loads(options: SimOptions) -> list[SimulatedLoad]:
 
 def _load(options: SimOptions, rate: float | None) -> Workload:
     num_requests = options.num_requests
-    if num_requests is None and options.trace in GENERATORS:
+    if num_requests is None and (options.trace in GENERATORS or options.trace.startswith(PREFIX)):
         num_requests = BUILT_IN_REQUESTS
     return load_workload(
         options.trace,

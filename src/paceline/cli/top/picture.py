@@ -24,6 +24,7 @@ SHARES = (0.5, 0.9, 0.99)
 IDLE_SHARE = 0.01  # of the time: of a device that computes less, everything is a large part
 LATENCIES = ("ttft", "itl", "e2e")
 LEVEL = ("held", "cached", "places", "hits", "stored", "loaded", "failed", "is_off")
+PAGES = ("held", "cached", "pages")
 Message = Mapping[str, Any]
 
 
@@ -51,6 +52,9 @@ class Figures:
     finished: int
     vectors: int  # requests that ended with one
     vectors_per_s: float
+    encoded: int  # pictures
+    encoded_per_s: float
+    pages: Mapping[str, int]  # of their vectors: held, cached, pages
     blocks: Mapping[str, int]  # free, cached, held, shared
     below: Mapping[str, Mapping[str, int]]  # host, disk: their fields of LEVEL
     models: Sequence[Mapping[str, Any]]  # of a server of several, as the feed has them
@@ -136,6 +140,9 @@ class ServerPicture:
             finished=snapshot["finished"],
             vectors=snapshot["vectors"],
             vectors_per_s=self._rate(lambda message: message["engine"]["snapshot"]["vectors"]),
+            encoded=snapshot.get("encoded", 0),
+            encoded_per_s=self._rate(lambda message: message["engine"]["snapshot"].get("encoded", 0)),
+            pages=dict(zip(PAGES, snapshot.get("media", (0, 0, 0)), strict=True)),
             blocks=_blocks(snapshot),
             below={name: dict(zip(LEVEL, found, strict=True)) for name, *found in snapshot.get("below", ())},
             models=self._models(),

@@ -191,6 +191,14 @@ def _ends(figures: Figures, width: int) -> Text:
             if figures.vectors
             else []
         ),
+        *(
+            [
+                Text(f"   pictures {figures.encoded:,} ({figures.encoded_per_s:,.1f}/s)"),
+                Text(f" in {figures.pages['held']:,} of {figures.pages['pages']:,} pages", style=DIM),
+            ]
+            if figures.pages["pages"]
+            else []
+        ),
         Text(f"   preempted {figures.preempted:,}"),
         Text(f" ({figures.swapped:,} swapped)", style=DIM),
     ]

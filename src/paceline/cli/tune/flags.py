@@ -43,7 +43,7 @@ class TuneOptions(CheckedOptions):
     device: str = option("h200", "device, without a cost model", panel="Machine")
     trace: str = option(
         "azure-conv",
-        "azure-conv, azure-code, mooncake, multi-tenant, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
+        "azure-conv, azure-code, mooncake, multi-tenant, mm-image, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "
         "or a trace file",
         panel="Workload",
         metavar="NAME|FILE",

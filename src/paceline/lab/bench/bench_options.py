@@ -199,7 +199,7 @@ class LoadOptions(CheckedOptions):
 
     workload: str = option(
         "random",
-        "random, a built-in workload (azure-conv, azure-code, mooncake, multi-tenant, fixed:PxO, "
+        "random, a built-in workload (azure-conv, azure-code, mooncake, multi-tenant, mm-image, fixed:PxO, "
         "uniform:..), a trace file (Azure CSV, multi-tenant CSV, Mooncake JSON lines) or "
         "a file of prompts (text, JSON lines, ShareGPT JSON)",
         basic=True,
@@ -248,6 +248,11 @@ class LoadOptions(CheckedOptions):
     )
     prefix_share: float = option(0.0, "random: share of a prompt that is a common prefix", low=0.0, high=1.0)
     num_prefixes: int = option(1, "random: number of different common prefixes", low=1, high=1_000_000)
+    images: int = option(0, "made-up pictures before the text of each prompt", low=0, high=1000)
+    image_size: str = option("512x512", "width and height of each of these pictures", metavar="WxH")
+    image_reuse: float = option(
+        0.0, "share of these pictures that are one of eight; the others are sent once", low=0.0, high=1.0
+    )
     ignore_eos: bool | None = option(
         None,
         "ask for exactly the number of tokens; not supported by every server",

@@ -35,7 +35,7 @@ class TimedStep:
 
 def timed_steps(log: RunLog) -> list[TimedStep]:
     """Every completed step whose times were recorded, in order; those that verified drafts are of another kind."""
-    reader = _Reader(log.config.depth)
+    reader = _LogReader(log.config.depth)
     steps = []
     for logged in log:
         try:
@@ -47,7 +47,7 @@ def timed_steps(log: RunLog) -> list[TimedStep]:
     return steps
 
 
-class _Reader:
+class _LogReader:
     """Knows how many requests were live when the last step ended."""
 
     def __init__(self, depth: int) -> None:

@@ -362,6 +362,7 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.Block: Scheduler.block,
     inputs.Unblock: Scheduler.unblock,
     inputs.ResetCache: Scheduler.reset_prefix_cache,
+    inputs.Unpin: Scheduler.unpin,
     inputs.SetAdapter: Scheduler.set_adapter,
     inputs.Restored: lambda scheduler, places, keys, uses, learned: scheduler.restore(
         places, [BlockKey(key, b"") for key in keys], uses, learned

@@ -20,8 +20,10 @@ from paceline.core.clock import ManualClock
 from paceline.core.events import Finished, StepEvents
 from paceline.core.recorder import RunWatcher, StepRecorder
 from paceline.core.request import BlockKey, NoHooks, Request, RequestId
+from paceline.core.stretch import MediaPart
 from paceline.costs.fit import TimeSpread
 from paceline.engine.adapters import Adapters, Work
+from paceline.engine.media import Media
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -242,6 +244,7 @@ class Replica:
             make_checker=InvariantChecker if config.check else None,
             make_adapters=lambda scheduler: simulated_adapters(scheduler, self._reads),
         )
+        self.engine.media = Media(self.engine.scheduler, self.runner)
         for adapter in range(1, config.num_adapters + 1):
             self.engine.adapters.load("", Path(str(adapter)))
         self.runner.observe = StepMeter(meter, number, self.engine.scheduler.state)
@@ -252,8 +255,8 @@ class Replica:
         """Attach a watcher before the first step."""
         self._watcher = self.engine.watcher = watcher
 
-    def add(self, request: Request, now_s: float) -> None:
-        """A request arrives; one that can never run, or finds the queue full, is refused."""
+    def add(self, request: Request, now_s: float, media: Sequence[MediaPart] = ()) -> None:
+        """A request arrives, with its pictures; one that can never run, or finds the queue full, is refused."""
         self.clock.advance_to(now_s)
         if self._asks:
             forecast = self.engine.scheduler.forecast(request)
@@ -264,6 +267,8 @@ class Replica:
         except (NeverFits, QueueFull, DeadlineInfeasible, DeadlineImpossible):
             self._meter.refused(request.id, now_s)
             return
+        if media:
+            self.engine.media.hold(request, media)
         self._live[request.id] = request
         self._loads[self.number] += request.num_prompt
         self.wake(now_s)

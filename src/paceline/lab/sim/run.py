@@ -23,7 +23,9 @@ from paceline.core.recorder import StepRecorder
 from paceline.core.request import BlockKey, Request, RequestId, sooner
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS, ServiceLevel
+from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.conductor import Conductor, Seat, broken_rules
+from paceline.engine.media import attach
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
 from paceline.errors import EngineFailed, InputError
 from paceline.kv.slabs import Owner, SlabMarket
@@ -74,7 +76,26 @@ class RequestSource:
             keys=self.keys(index),
         )
         request.adapter = int(self._adapters[index])
+        media = self.media(index)
+        if media:
+            attach(request, media, lambda content: struct.pack("<i", tenant) + content)
         return request
+
+    def media(self, index: int) -> list[MediaPart]:
+        """The pictures of a request: they stand before its text, one behind the other."""
+        encoder = self._config.machine.model.encoder
+        if self.workload.images is None or encoder is None:
+            return []
+        parts, start = [], 0
+        for tokens, content in self.workload.images.of(index):
+            given = MediaInput(
+                content=struct.pack("<qi", content, tokens),
+                units=tokens * encoder.units_per_token,
+                outputs=tokens,
+            )
+            parts.append(MediaPart(start, given))
+            start += tokens
+        return parts
 
     def keys(self, index: int) -> list[BlockKey]:
         """The keys of the full blocks of a prompt, as far as the workload names their content."""
@@ -283,7 +304,7 @@ class Simulation:
             () if prefix_ids is None else prefix_ids[index],
         )
         replica = self.replicas[number]
-        replica.add(self._source.make(index), now_s)
+        replica.add(self._source.make(index), now_s, self._source.media(index))
         self._schedule(replica)
         if self._aborts is not None and self._aborts.at_s[index] < math.inf:
             heapq.heappush(self._leaving, (float(self._aborts.at_s[index]), index, replica))

@@ -28,6 +28,7 @@ from paceline.core.plan import (
     StepWork,
     draft_depth,
 )
+from paceline.core.stretch import MediaInput
 from paceline.costs.cost_model import CostModel, StepShape
 from paceline.lab.sim.acceptance import Acceptance
 
@@ -128,6 +129,11 @@ class TimedRunner:
         self._copying = []
         self._next_seq = full.seq + 1
         self._take_over(full)
+
+    def hold(self, media: int, given: MediaInput) -> None:
+        """There are no pixels."""
+
+    def drop(self, media: int) -> None: ...
 
     def submit(self, plan: StepPlan) -> _Pending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} came after plan {self._next_seq - 1}"
@@ -267,11 +273,14 @@ class TimedRunner:
         rows, generation = self._decode_rows, self._decode_generation
         count, finished = self._decoded(drafted)
         spans = plan.spans
+        if plan.work.placed_tokens:
+            first = plan.placements.group == 0
+            np.subtract.at(self._uncomputed, plan.placements.row[first], plan.placements.count[first])
         if len(spans.row):
-            left = self._uncomputed[spans.row] - spans.num_scheduled
+            np.subtract.at(self._uncomputed, spans.row, spans.num_scheduled)
+            left = self._uncomputed[spans.row]
             assert left.min() >= 0, "a span goes beyond what is known"
-            self._uncomputed[spans.row] = left
-            ends = left == 0
+            ends = (left == 0) & _last_of_row(spans.row)
             remaining = self._remaining[spans.row] - ends
             self._remaining[spans.row] = remaining
             rows = np.concatenate([rows, spans.row])
@@ -293,6 +302,11 @@ class TimedRunner:
         )
 
 
+def _last_of_row(rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """The last span of each row: those of a row stand one behind the other."""
+    return np.append(rows[1:] != rows[:-1], True)
+
+
 def step_shape(work: StepWork, block_bytes: int, num_drafts: int = 0) -> StepShape:
     """The work of a plan as a cost model sees it. A draft passes layers and head as any token does; keys and values are
     read once for the row."""
@@ -303,6 +317,9 @@ def step_shape(work: StepWork, block_bytes: int, num_drafts: int = 0) -> StepSha
         prefill_context_products=work.prefill_context_products,
         logit_rows=work.logit_rows + num_drafts,
         copy_bytes=work.swap_blocks * block_bytes,
+        encode_positions=work.encode_positions,
+        encode_products=work.encode_products,
+        placed_tokens=work.placed_tokens,
     )
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.encoder import EncoderWork
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.options import from_values, pick
 from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig
 from paceline.costs.cost_model import CostModel, StepShape
-from paceline.costs.fit import FittedCost, TimeSpread
-from paceline.costs.presets import DeviceSpec, ModelShape, as_held, kv_capacity_tokens
-from paceline.costs.roofline import SIZES, Roofline, preemption_costs, step_costs
+from paceline.costs.fit import FittedCost, TimeSpread, preset_cost
+from paceline.costs.presets import MODELS, DeviceSpec, ModelShape, as_held, kv_capacity_tokens
+from paceline.costs.roofline import SIZES, encoder_work, preemption_costs, step_costs
 from paceline.errors import InputError
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.faults import FaultSpec
@@ -28,6 +29,7 @@ from paceline.lab.workload.workload import Workload
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 LINE_ROWS = 64  # of the larger of two steps that tell what a token more costs
+PACE_ROWS, PACE_STEPS = 64, 3.5  # steps beside pictures aim at so many steps in which as many rows decode
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 
@@ -41,8 +43,8 @@ class Machine:
 
     @classmethod
     def of(cls, model: ModelShape, device: DeviceSpec, cost: CostModel | None = None) -> Machine:
-        """With the roofline's costs unless others are given."""
-        return cls(model=model, device=device, cost=cost if cost is not None else Roofline(model, device))
+        """With the preset's costs unless others are given."""
+        return cls(model=model, device=device, cost=cost if cost is not None else preset_cost(model, device))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -207,12 +209,18 @@ def engine_config(
     declared = SchedulerConfig()
     lengths = workload.prompt_len.astype(np.int64) + workload.output_len
     slots = (kv.num_blocks - 1) * kv.block_size
-    scheduler_defaults = {
+    scheduler_defaults: dict[str, object] = {
         "max_model_len": max(2, min(int(lengths.max(initial=2)), slots)),
         "max_queue": max(declared.max_queue, 2 * len(workload)),
         "max_queue_tokens": max(declared.max_queue_tokens, 2 * int(workload.prompt_len.sum(dtype=np.int64))),
     }
+    if workload.images is not None:
+        scheduler_defaults |= _paced(machine, options)
     scheduler = from_values(SchedulerConfig, {**scheduler_defaults, **options})
+    if workload.images is not None:
+        scheduler = replace(
+            scheduler, encoder=_encoder_of(machine, workload, whole=scheduler.encode == "whole")
+        )
     if scheduler.step_target_ms or scheduler.has_dial or scheduler.scheduling_policy == "deadline":
         sizes = _pace_sizes(machine.cost, scheduler.max_num_batched_tokens)
         scheduler = replace(scheduler, step_costs=step_costs(machine.cost, sizes))
@@ -233,6 +241,26 @@ def engine_config(
         with_seconds = _with_sizes if machine.is_gpu else _with_line
         scheduler = replace(scheduler, drafts=with_seconds(drafts, machine.cost, scheduler))
     return EngineConfig(kv=kv, scheduler=scheduler, **pick(EngineConfig, options))
+
+
+def _paced(machine: Machine, options: Mapping[str, object]) -> dict[str, object]:
+    """A target of steps on a GPU, never stretched: what pictures cost others shows in the time between tokens."""
+    is_chosen = "step_target_ms" in options or "max_num_batched_tokens" in options
+    if not machine.is_gpu or is_chosen or options.get("mode", "continuous") != "continuous":
+        return {}
+    rows_s = machine.cost.step_seconds(StepShape(decode_rows=PACE_ROWS, logit_rows=PACE_ROWS))
+    target_ms = 1e3 * PACE_STEPS * rows_s
+    return {"step_target_ms": target_ms, "step_stretch": 1.0, "max_num_batched_tokens": SIZES[-1]}
+
+
+def _encoder_of(machine: Machine, workload: Workload, *, whole: bool) -> EncoderWork:
+    encoder = machine.model.encoder
+    if encoder is None:
+        known = ", ".join(name for name, shape in MODELS.items() if shape.encoder is not None)
+        raise InputError(
+            f"{workload.name} has pictures, and {machine.model.name} takes text only; try {known}"
+        )
+    return encoder_work(machine.cost, encoder, on_gpu=machine.is_gpu, whole=whole)
 
 
 def _with_sizes(drafts: DraftConfig, cost: CostModel, scheduler: SchedulerConfig) -> DraftConfig:

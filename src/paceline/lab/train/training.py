@@ -172,7 +172,7 @@ class Training:
                 follows = valid & (guess == batch.tokens[batch.shifted(depth + 1)])
         return [round(float(share), 4) for share in right / np.maximum(asked, 1)]
 
-    def _guesses(self, batch: _Batch) -> Iterator[Tensor]:
+    def _guesses(self, batch: _Windows) -> Iterator[Tensor]:
         """Logits by depth."""
         attend = _Unrolled(batch.shape, self._net.softmax_scale)
         states = batch.before(self._net.states(batch.taps, batch.last))
@@ -196,7 +196,7 @@ class Training:
         for number in rng.permutation(len(found)):
             yield found[number]
 
-    def _batch(self, pieces: Pieces) -> _Batch:
+    def _batch(self, pieces: Pieces) -> _Windows:
         corpus, device = self._corpus, self._device
         longest = max(end - begin for begin, end in pieces)
         lengths = torch.tensor([end - begin for begin, end in pieces], device=device)
@@ -207,7 +207,7 @@ class Training:
         else:
             states = torch.from_numpy(np.array(corpus.states[index])).to(device).float()
         *taps, last = torch.split(states, self._target.output.shape[1], dim=-1)
-        return _Batch(
+        return _Windows(
             shape=(len(pieces), longest),
             lengths=lengths,
             tokens=torch.from_numpy(corpus.tokens[index].astype(np.int64)).to(device),
@@ -266,7 +266,7 @@ def _on_gpu(states: NDArray[np.float16], device: torch.device) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Batch:
+class _Windows:
     """Pieces padded to one length, flat; padding repeats a piece's last token."""
 
     shape: tuple[int, int]  # pieces, and tokens of each

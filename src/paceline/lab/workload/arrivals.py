@@ -41,6 +41,8 @@ class RandomStream(IntEnum):
     TENANT = 5
     SESSION = 6
     REDRAW = 7
+    IMAGES = 8
+    IMAGE_TOKENS = 9
 
 
 def stream(seed: int, which: RandomStream) -> np.random.Generator:

@@ -30,8 +30,9 @@ from paceline.lab.workload.arrivals import (
     normal_correlation,
     normal_levels,
     stream,
+    whole,
 )
-from paceline.lab.workload.workload import Workload
+from paceline.lab.workload.workload import Images, Workload
 
 # Conversations: a workload whose requests share blocks of their prompts.
 #
@@ -66,7 +67,7 @@ class SessionModel:
 
 def draw_conversations(name: str, model: SessionModel, arrival_s: Floats, seed: int) -> Workload:
     """Give every arrival to the session whose next turn has waited longest, or else to a new session."""
-    writer = _Writer(model, len(arrival_s), seed)
+    writer = _TextWriter(model, len(arrival_s), seed)
     waiting: list[tuple[float, int, _Turn]] = []  # due, request, its turn
     turns: list[_Turn] = []
     for request, now_s in enumerate(arrival_s.tolist()):
@@ -97,7 +98,7 @@ class _Turn:
     rewriter: bool  # whether its session replaces a retrieved context
 
 
-class _Writer:
+class _TextWriter:
     """Makes turns. Request i reads row i of numbers drawn beforehand, so that a prefix stays a prefix."""
 
     def __init__(self, model: SessionModel, num_requests: int, seed: int) -> None:
@@ -339,6 +340,64 @@ MULTI_TENANT_STAYS = (
 MULTI_TENANT_WAVES = (Wave(window_s=20.0, variance=0.036), Wave(window_s=1.0, variance=0.1))
 
 
+# ---------------------------------------------------------------- ServeGen, pictures
+#
+# Requests with pictures as in the mm-image service of ServeGen (Apache-2.0), 35 clients of a Qwen-VL over a day: one
+# hour at the day's mean rate. Texts with a template of one client are short, those of others long, and with them the
+# outputs; the texts before small pictures are long.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModel:
+    """Requests with pictures. The normals behind its tables lean on each other, so that the tables hold exactly."""
+
+    text: QuantileTable
+    output: QuantileTable
+    count: QuantileTable  # pictures of a request, rounded
+    tokens: QuantileTable  # of a picture
+    text_by_count: float  # correlation of the normal of texts with that of counts
+    output_by_text: float
+    tokens_by_text: float  # with what texts have beside counts: more small pictures do not come of it
+
+
+MM_IMAGE = ImageModel(
+    text=_lengths(
+        30, 36, 41, 41, 63, 75, 76, 79, 82, 90, 94, 106, 127,
+        186, 372, 474, 1029, 1221, 1509, 1911, 2344, 2712, 3068, 3207, 3398, 4242,
+    ),
+    output=_lengths(
+        2, 2, 3, 6, 8, 19, 29, 41, 57, 73, 86, 100, 118,
+        135, 152, 167, 185, 204, 228, 264, 337, 423, 586, 799, 2000, 2000,
+    ),
+    count=QuantileTable(
+        levels=(
+            0.0, 0.0057, 0.0058, 0.8045, 0.8046, 0.8706, 0.8707, 0.9463, 0.967, 0.977, 0.9834,
+            0.9894, 0.9914, 0.9922, 0.9961, 0.999, 1.0,
+        ),
+        values=(
+            0.1, 0.1, 1.0, 1.0, 2.0, 2.0, 3.0, 3.49, 4.49, 5.49, 6.49, 8.49, 9.49, 10.49, 20.49, 41.0, 49.0,
+        ),
+    ),
+    tokens=_lengths(
+        4, 4, 6, 6, 6, 27, 114, 180, 240, 252, 299, 406, 460,
+        576, 805, 972, 1156, 1196, 1196, 1224, 1242, 1254, 1269, 1272, 1276, 1280,
+    ),
+    text_by_count=0.6,
+    output_by_text=0.66,
+    tokens_by_text=-0.45,
+)  # fmt: skip
+MM_IMAGE_ARRIVALS = ArrivalProcess(
+    rate=9.47,
+    cycle_s=3600.0,
+    waves=(
+        Wave(window_s=60.0, variance=0.0013),
+        Wave(window_s=10.0, variance=0.0168),
+        Wave(window_s=1.0, variance=0.085),
+        Wave(window_s=0.1, variance=1.67),
+    ),
+)
+
+
 SHAPE_REQUESTS = 256
 SHAPE_FORMS = "fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH"
 _MAX_LENGTH = 2**31 - 1
@@ -403,6 +462,32 @@ def multi_tenant(num_requests: int, seed: int) -> Workload:
     )
 
 
+def mm_image(num_requests: int, seed: int) -> Workload:
+    """Requests with pictures as in ServeGen's mm-image service. No two pictures are the same."""
+    model = MM_IMAGE
+
+    def lean(on: Floats, tie: float, own: RandomStream) -> Floats:
+        return tie * on + math.sqrt(1.0 - tie * tie) * stream(seed, own).standard_normal(len(on))
+
+    by_count = stream(seed, RandomStream.IMAGES).standard_normal(num_requests)
+    beside = stream(seed, RandomStream.PROMPT).standard_normal(num_requests)
+    by_text = model.text_by_count * by_count + math.sqrt(1.0 - model.text_by_count**2) * beside
+    counts = np.rint(model.count.at(normal_levels(by_count))).astype(np.int64)
+    by_picture = lean(np.repeat(beside, counts), model.tokens_by_text, RandomStream.IMAGE_TOKENS)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    images = Images(
+        first=first,
+        tokens=whole(model.tokens.at(normal_levels(by_picture))),
+        content=np.arange(len(by_picture)),
+    )
+    texts = whole(model.text.at(normal_levels(by_text)))
+    by_output = lean(by_text, model.output_by_text, RandomStream.OUTPUT)
+    arrival_s = MM_IMAGE_ARRIVALS.draw(num_requests, seed)
+    outputs = whole(model.output.at(normal_levels(by_output)))
+    prompts = (texts + images.sums()).astype(np.int32)
+    return replace(Workload.of_one_tenant("mm-image", arrival_s, prompts, outputs), images=images)
+
+
 GENERATORS: dict[str, Generator] = {
     "azure-conv": Generator(
         num_requests=19_366, draw=_independent("azure-conv", AZURE_CONV_LENGTHS, AZURE_CONV_ARRIVALS)
@@ -412,6 +497,7 @@ GENERATORS: dict[str, Generator] = {
     ),
     "mooncake": Generator(num_requests=12_031, draw=mooncake),
     "multi-tenant": Generator(num_requests=1_500, draw=multi_tenant),
+    "mm-image": Generator(num_requests=34_000, draw=mm_image),
 }
 
 

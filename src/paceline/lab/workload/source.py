@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.errors import InputError
 from paceline.lab.workload.arrivals import POISSON, AllAtOnce, Arrivals, draw_arrivals, parse_arrivals
 from paceline.lab.workload.generators import GENERATORS, SHAPE_FORMS, find_generator
+from paceline.lab.workload.servegen import PREFIX, read_servegen
 from paceline.lab.workload.traces import read_trace
 from paceline.lab.workload.workload import Workload
 
@@ -33,12 +34,14 @@ def load_workload(
     """Requests from a built-in generator or a trace file.
 
     source: a built-in name (`azure-conv`, `azure-code`, `mooncake`, `multi-tenant`, `fixed:512x128`,
-        `uniform:100-1024x100-1024`), or else the path of a trace file, whose format is found from its
-        content. A file that bears a built-in's name is reached as `./mooncake`.
+        `uniform:100-1024x100-1024`), `servegen:PATH` for a folder or archive of ServeGen clients, or else the
+        path of a trace file, whose format is found from its content. A file that bears a built-in's name is
+        reached as `./mooncake`.
     num_requests: the first this many; None means all of a file, or as many as the trace a generator was
         fitted to. More than a file holds is an error.
     seed: decides everything that is drawn. A file read with its recorded arrivals draws nothing.
-    rate: redraw the arrivals at this number of requests per second, lengths and order kept.
+    rate: redraw the arrivals at this number of requests per second, lengths and order kept. ServeGen clients
+        keep their patterns and shares, and have this rate together in every window.
     speed: divide the recorded times (2 is twice as fast). Not together with rate.
     arrivals: `recorded`, `poisson`, `constant`, `gamma:CV` (gaps of that coefficient of variation),
         `onoff:ON_S,OFF_S[,BURST_FACTOR]` (mean rate over a whole cycle; BURST_FACTOR times the mean while
@@ -48,7 +51,11 @@ def load_workload(
     _check_numbers(num_requests, seed, rate, speed)
     pattern = parse_arrivals(arrivals)
     _check_together(pattern, rate, speed)
-    workload = _load(source, num_requests, seed)
+    if source.startswith(PREFIX):
+        workload = read_servegen(Path(source[len(PREFIX) :]), num_requests, seed, rate)
+        rate = None if pattern is None else rate
+    else:
+        workload = _load(source, num_requests, seed)
     if speed != 1.0:
         workload = replace(workload, arrival_s=workload.arrival_s / speed)
     return _with_arrivals(workload, pattern, rate, seed)

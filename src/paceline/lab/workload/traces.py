@@ -413,7 +413,9 @@ def _load_object(place: _SourcePlace, content: str) -> dict[str, object]:
 
 def read_text(path: Path) -> str:
     if path.is_dir():
-        raise InputError(f"{path}: is a directory; name one file in it")
+        raise InputError(
+            f"{path}: is a directory; name one file in it, or give servegen:FOLDER for ServeGen clients"
+        )
     try:
         content = path.read_bytes()
     except FileNotFoundError:

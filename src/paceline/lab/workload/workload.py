@@ -21,6 +21,37 @@ OBJECTIVES = ("deadline_ms", "ttft_slo_ms", "itl_slo_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Images:
+    """Pictures of requests: those of request i are `first[i]` to `first[i + 1]`, in the order of its prompt."""
+
+    first: NDArray[np.int64]  # one more than there are requests
+    tokens: NDArray[np.int32]  # of each picture, >= 1; they are part of its prompt
+    content: NDArray[np.int64]  # what it shows: equal numbers are the same picture
+
+    def counts(self) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = self.first[1:] - self.first[:-1]
+        return counts
+
+    def of(self, request: int) -> list[tuple[int, int]]:
+        """Tokens and content of each picture of a request."""
+        span = slice(int(self.first[request]), int(self.first[request + 1]))
+        return list(zip(self.tokens[span].tolist(), self.content[span].tolist(), strict=True))
+
+    def sums(self) -> NDArray[np.int64]:
+        """Tokens of all pictures of each request."""
+        up_to = np.concatenate([[0], np.cumsum(self.tokens, dtype=np.int64)])
+        sums: NDArray[np.int64] = up_to[self.first[1:]] - up_to[self.first[:-1]]
+        return sums
+
+    def take(self, index: NDArray[np.intp]) -> Images:
+        counts = self.counts()[index]
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        # Each picture's place among all: where its request's begin, and how far behind that it stands.
+        places = np.repeat(self.first[:-1][index] - first[:-1], counts) + np.arange(first[-1])
+        return Images(first=first, tokens=self.tokens[places], content=self.content[places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
     """Requests in order of arrival. Two workloads are equal only when they are the same object."""
 
@@ -34,6 +65,7 @@ class Workload:
     prefix_block: int = 0  # tokens per id; 0 when prefix_ids is None
     objectives: NDArray[np.int32] | None = None  # of each request: deadline, TTFT and ITL in ms, 0 for none
     priority: NDArray[np.int32] | None = None  # of each request, where the source says; None: all alike
+    images: Images | None = None  # None: there are only texts
 
     @classmethod
     def of_one_tenant(
@@ -54,6 +86,11 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def text_len(self) -> NDArray[np.int64]:
+        """Tokens of each prompt that do not stand for pictures."""
+        return self.prompt_len - (0 if self.images is None else self.images.sums())
 
     @property
     def duration_s(self) -> float:
@@ -108,6 +145,7 @@ class Workload:
             prefix_ids=None if prefix_ids is None else tuple(prefix_ids[i] for i in index.tolist()),
             objectives=None if self.objectives is None else self.objectives[index],
             priority=None if self.priority is None else self.priority[index],
+            images=None if self.images is None else self.images.take(index),
         )
 
 
@@ -122,6 +160,12 @@ def _check(workload: Workload) -> None:
     assert workload.tenants
     assert (workload.prefix_ids is None) == (workload.prefix_block == 0)
     assert workload.prefix_ids is None or len(workload.prefix_ids) == count
+    if workload.images is not None:
+        images = workload.images
+        assert images.first.shape == (count + 1,) and images.first[0] == 0
+        assert (np.diff(images.first) >= 0).all() and images.first[-1] == len(images.tokens)
+        assert len(images.content) == len(images.tokens) and images.tokens.min(initial=1) >= 1
+        assert workload.text_len.min(initial=1) >= 1, "a prompt has text beside its pictures"
     if count:
         assert np.isfinite(workload.arrival_s).all() and workload.arrival_s[0] >= 0
         assert (np.diff(workload.arrival_s) >= 0).all(), "arrivals must ascend"

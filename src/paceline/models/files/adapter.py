@@ -1,9 +1,9 @@
-"""Adapters on disk: PEFT LoRA folders, read and checked against the model they are for.
+"""Adapters: PEFT LoRA folders, or the same in memory, read and checked against the model they are for.
 
 An adapter adds a product of two narrow matrices to some of a model's own. Everything about a folder is checked before
 it counts: that its files lie where they may, that it asks for nothing beyond plain LoRA, that every tensor has its
 matrix and every matrix it targets both of its tensors. What does not fit is one sentence with names; nothing is half
-loaded. Its identity is a digest of the numbers that are computed with, so that it holds over restarts.
+loaded. A folder's identity is a digest of the numbers that are computed with, so that it holds over restarts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,9 +64,34 @@ class LowRank(NamedTuple):
 class Adapter:
     """One adapter, in the names of the decoder: layer and part (q, k, v, o, gate, up or down)."""
 
-    identity: str  # a digest in hex digits
+    identity: str  # a digest in hex digits, or as many random ones
     rank: int  # the largest of its matrices
     parts: Mapping[tuple[int, str], LowRank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PublishedAdapter:
+    """What a folder would hold. No other has its identity, not even one of the same numbers: a trainer publishes often,
+    and to digest them all would take longer than to copy them."""
+
+    identity: str
+    config: Mapping[str, object]
+    tensors: Mapping[str, Floats]
+
+
+def published(config: Mapping[str, object], tensors: Mapping[str, Any]) -> PublishedAdapter:
+    """Copies of tensors (of torch or numpy), which may change from here on. Raises InvalidAdapter."""
+    copies: dict[str, Floats] = {}
+    for name, values in tensors.items():
+        if hasattr(values, "detach"):  # torch, which need not be there
+            values = values.detach().float().cpu().numpy()
+        try:
+            copies[name] = np.array(values, np.float32)
+        except (TypeError, ValueError):
+            raise InvalidAdapter(
+                f"lora_tensors: {shown(name)} is no array of numbers", param="lora_request"
+            ) from None
+    return PublishedAdapter(identity=secrets.token_hex(32), config=dict(config), tensors=copies)
 
 
 class _Module(NamedTuple):
@@ -102,20 +128,51 @@ def folder_below(root: Path, name: str) -> Path:
 def open_adapter(path: Path, spec: ModelSpec, max_rank: int) -> Adapter:
     """The adapter in a folder, for the model `spec`. Raises InvalidAdapter naming what does not fit."""
     try:
-        return _read(path, spec, max_rank)
+        fields = _config(path)
+        weights = file_in(path, ADAPTER_WEIGHTS)
+        if weights is None:
+            _refuse_weights(path)
+        file = SafetensorsFile(weights)
+        shapes = {name: entry.shape for name, entry in file.entries.items()}
+        given = _Given(str(path), fields, shapes, lambda name: file.tensor(name).to_float32())
+        rank, parts = _read(given, spec, max_rank)
+        return Adapter(identity=_digest(parts), rank=rank, parts=parts)
     except CheckpointError as error:
         raise InvalidAdapter(str(error), param="lora_path") from None
 
 
-def _read(path: Path, spec: ModelSpec, max_rank: int) -> Adapter:
-    fields = _config(path)
+def make_adapter(source: PublishedAdapter, spec: ModelSpec, max_rank: int) -> Adapter:
+    """The same of one that is in memory already."""
+    try:
+        fields = _plain(Fields(source.config, "peft_config"))
+        shapes = {name: values.shape for name, values in source.tensors.items()}
+        given = _Given("lora_tensors", fields, shapes, source.tensors.__getitem__)
+        rank, parts = _read(given, spec, max_rank)
+        return Adapter(identity=source.identity, rank=rank, parts=parts)
+    except CheckpointError as error:
+        raise InvalidAdapter(str(error), param="lora_request") from None
+
+
+class _Given(NamedTuple):
+    """A folder or what stands for one."""
+
+    where: str
+    fields: Fields
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Floats]
+
+    def values(self, name: str) -> Floats:
+        values = np.array(self.read(name), np.float32)
+        check_finite(values, name, "adapter")
+        return values
+
+
+def _read(given: _Given, spec: ModelSpec, max_rank: int) -> tuple[int, dict[tuple[int, str], LowRank]]:
+    """The largest rank, and the matrices."""
+    path, fields = given.where, given.fields
     rank = fields.integer("r")
-    weights = file_in(path, ADAPTER_WEIGHTS)
-    if weights is None:
-        _refuse_weights(path)
-    file = SafetensorsFile(weights)
     modules = {(layer, module.name): module for layer, module in _modules(spec)}
-    found = _matched(list(file.entries), modules, path)
+    found = _matched(list(given.shapes), modules, path)
     _check_complete(found, _targets(fields, modules), path)
     parts: dict[tuple[int, str], LowRank] = {}
     largest = 0
@@ -131,13 +188,13 @@ def _read(path: Path, spec: ModelSpec, max_rank: int) -> Adapter:
         outputs = sum(width for _, width in module.parts)
         wanted = {name_a: (own_rank, module.inputs), name_b: (outputs, own_rank)}
         for tensor, shape in wanted.items():
-            stored = file.entries[tensor].shape
+            stored = given.shapes[tensor]
             if stored != shape:
                 raise CheckpointError(
                     f"{path}: the tensor {tensor} has the shape {list(stored)}, and rank {own_rank} "
-                    f"({ADAPTER_CONFIG}) for this model makes it {list(shape)}"
+                    f"({Path(fields.where).name}) for this model makes it {list(shape)}"
                 )
-        a, b = (_values(file, tensor) for tensor in wanted)
+        a, b = (given.values(tensor) for tensor in wanted)
         with np.errstate(over="ignore"):
             b = b * np.float32(scale)
         check_finite(b, f"{name_b} times its scaling", "adapter")
@@ -145,24 +202,30 @@ def _read(path: Path, spec: ModelSpec, max_rank: int) -> Adapter:
         for part, width in module.parts:
             parts[layer, part] = LowRank(a, np.ascontiguousarray(b[at : at + width]))
             at += width
-    return Adapter(identity=_digest(parts), rank=largest, parts=parts)
+    return largest, parts
 
 
 def _config(path: Path) -> Fields:
-    """The folder's description, once it is known to ask for nothing but plain LoRA."""
+    """The folder's description."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the folder of a PEFT LoRA adapter")
     config = file_in(path, ADAPTER_CONFIG)
     if config is None:
         raise CheckpointError(f"{path}: has no {ADAPTER_CONFIG}; give the folder of a PEFT LoRA adapter")
-    fields = Fields(read_json(config, MAX_CONFIG_BYTES), str(config))
+    return _plain(Fields(read_json(config, MAX_CONFIG_BYTES), str(config)))
+
+
+def _plain(fields: Fields) -> Fields:
+    """A description, once it is known to ask for nothing but plain LoRA."""
     if fields.text("peft_type", "LORA") != "LORA":
         fields.refuse("peft_type", f"is {shown(fields.get('peft_type'))}; only LORA is computed")
     for name, what in _UNSUPPORTED.items():
         if fields.get(name):
-            raise CheckpointError(f"{config}: {what} cannot be computed; train the adapter without")
+            raise CheckpointError(f"{fields.where}: {what} cannot be computed; train the adapter without")
     if fields.text("bias", "none") != "none":
-        raise CheckpointError(f"{config}: biases (bias) cannot be computed; train the adapter with bias none")
+        raise CheckpointError(
+            f"{fields.where}: biases (bias) cannot be computed; train the adapter with bias none"
+        )
     begun = fields.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_THE_MODEL):
         fields.refuse(
@@ -206,7 +269,7 @@ def _modules(spec: ModelSpec) -> Iterator[tuple[int, _Module]]:
 Key = tuple[int, str]
 
 
-def _matched(names: Sequence[str], modules: Mapping[Key, _Module], path: Path) -> dict[Key, tuple[str, str]]:
+def _matched(names: Sequence[str], modules: Mapping[Key, _Module], path: str) -> dict[Key, tuple[str, str]]:
     """The two tensors of every matrix that has any."""
     halves: dict[Key, dict[str, str]] = {}
     strange: list[str] = []
@@ -222,9 +285,7 @@ def _matched(names: Sequence[str], modules: Mapping[Key, _Module], path: Path) -
     if strange:
         raise CheckpointError(f"{path}: {_why_strange(strange)}: {some_of(strange)}")
     if not halves:
-        raise CheckpointError(
-            f"{path}: {ADAPTER_WEIGHTS} holds no tensor; save or download the adapter again"
-        )
+        raise CheckpointError(f"{path}: holds no tensor; save or download the adapter again")
     alone = [name for pair in halves.values() if len(pair) == 1 for name in pair.values()]
     if alone:
         raise CheckpointError(
@@ -271,7 +332,7 @@ def _targets(fields: Fields, modules: Mapping[Key, _Module]) -> set[Key]:
     return {key for key in found if not any(_is_named(_full_name(key), str(name)) for name in left_out)}
 
 
-def _check_complete(found: Mapping[Key, object], targets: set[Key], path: Path) -> None:
+def _check_complete(found: Mapping[Key, object], targets: set[Key], path: str) -> None:
     missing = [_full_name(key) for key in sorted(targets - set(found))]
     if missing:
         raise CheckpointError(
@@ -314,12 +375,6 @@ def _pattern(fields: Fields, name: str, module: str) -> float | None:
         if (module == plain) if key.startswith("^") else _is_named(module, plain):
             return group.number(key)
     return None
-
-
-def _values(file: SafetensorsFile, name: str) -> Floats:
-    values = np.array(file.tensor(name).to_float32(), np.float32)
-    check_finite(values, name, "adapter")
-    return values
 
 
 def _digest(parts: Mapping[tuple[int, str], LowRank]) -> str:

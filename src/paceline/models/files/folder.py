@@ -19,6 +19,7 @@ from paceline.models.spec import ModelSpec
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -41,7 +42,16 @@ class ModelFolder:
     @cached_property
     def spec(self) -> ModelSpec:
         """What its config.json says."""
-        return spec_from_config(self.config, str(self.path / CONFIG), self.generation)
+        return spec_from_config(self.config, str(self.path / CONFIG), self.generation, self._processor())
+
+    def _processor(self) -> Fields | None:
+        """How pictures are prepared: a file, or a part of another."""
+        own, of_all = self.json(PROCESSOR), self.json(PROCESSORS)
+        if own is not None:
+            return Fields(own, str(self.path / PROCESSOR))
+        return (
+            None if of_all is None else Fields(of_all, str(self.path / PROCESSORS)).group("image_processor")
+        )
 
     def file(self, name: str) -> Path | None:
         """The file of that name, or None where there is none; refuses links that lead out of the folder."""

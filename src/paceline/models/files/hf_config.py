@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.models.files.config_fields import MAX_SIZE, NEGATIVE, CheckpointError, Fields, shown
-from paceline.models.files.encoder import ENCODERS, encoder_name, encoder_options, local_layers
+from paceline.models.files.encoder import (
+    ENCODERS,
+    QWEN3_VL,
+    QWEN25_VL,
+    SIGLIP,
+    VISION_FAMILIES,
+    encoder_name,
+    encoder_options,
+    local_layers,
+    vision_options,
+)
 from paceline.models.spec import ROPE_KINDS, ExpertsSpec, ModelSpec, RopeSpec
 
 # Rotary positions out of a config.json, in the old spelling (`rope_theta`, `rope_scaling`) and the new one.
@@ -26,10 +36,14 @@ SLIDING = "sliding_attention"
 NEEDS_TRAINED = ("llama3", "yarn", "dynamic")
 
 
-def rope_for(config: Fields, layer_type: str, head_dim: int) -> RopeSpec:
-    """The rotation of the layers of one kind."""
+def rope_for(config: Fields, layer_type: str, head_dim: int, sections: tuple[int, ...] = ()) -> RopeSpec:
+    """The rotation of the layers of one kind. `sections`: those of its family, where pictures turn tokens too."""
     group = _group(config, layer_type)
     kind = group.get("rope_type") or group.get("type") or "default"
+    if sections:
+        if kind == "dynamic":
+            group.refuse("rope_type", "dynamic is not supported for a model that sees pictures in this way")
+        kind = "default" if kind == "mrope" else kind
     if kind in ("longrope", "su"):
         group.refuse("rope_type", f"{kind} is not supported; use a model without long-context factors")
     if kind == "mrope" or kind not in ROPE_KINDS:
@@ -49,6 +63,22 @@ def rope_for(config: Fields, layer_type: str, head_dim: int) -> RopeSpec:
         low, high = (group.number(name, above=0) for name in ("low_freq_factor", "high_freq_factor"))
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
     return _yarn(group, rope) if kind == "yarn" else rope
+
+
+def _with_sections(config: Fields, rope: RopeSpec, family: Family) -> RopeSpec:
+    """The rotation of a decoder that turns tokens of pictures by their time, row and column."""
+    group = _group(config, FULL)
+    is_interleaved = group.flag("mrope_interleaved", family.is_interleaved)
+    if is_interleaved != family.is_interleaved:
+        group.refuse(
+            "mrope_interleaved", f"must be {str(family.is_interleaved).lower()} for this architecture"
+        )
+    named = group.sequence("mrope_section") or family.sections
+    sections = tuple(each for each in named if type(each) is int and each > 0)
+    if len(sections) != 3 or len(named) != 3 or sum(sections) != rope.rotary_dim // 2:
+        half = rope.rotary_dim // 2
+        group.refuse("mrope_section", f"must be three numbers that make {half}, not {shown(list(named))}")
+    return replace(rope, sections=sections, is_interleaved=is_interleaved)
 
 
 def longest(rope: RopeSpec, max_positions: int, *, stretched: bool) -> int:
@@ -150,9 +180,13 @@ class Family:
     bias_option: bool = False  # `attention_bias` gives q, k, v and the output a bias
     qk_norm: bool = False
     experts: bool = False
+    sees: str = ""  # the family of its encoder of pictures, if it has one
+    sections: tuple[int, ...] = ()  # by which tokens of pictures turn, where its files say nothing
+    is_interleaved: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
+_IDEFICS3 = Family(architecture="llama", bias_option=True, sees=SIGLIP)
 _GEMMA3 = Family(
     architecture="gemma3",
     windows="types",
@@ -190,6 +224,25 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        architecture="qwen2",
+        windows="types",
+        qkv_bias=True,
+        sees=QWEN25_VL,
+        sections=(16, 24, 24),
+        defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        architecture="qwen3",
+        bias_option=True,
+        qk_norm=True,
+        sees=QWEN3_VL,
+        sections=(24, 20, 20),
+        is_interleaved=True,
+        defaults={"head_dim": 128, "rope_theta": 500_000.0},
+    ),
     "Phi3ForCausalLM": Family(architecture="phi3", windows="all", defaults={"rms_norm_eps": 1e-5}),
     "MixtralForCausalLM": Family(
         architecture="mixtral",
@@ -208,8 +261,14 @@ FAMILIES = {
 }
 
 
-def spec_from_config(values: Mapping[str, object], where: str, generation: Fields | None = None) -> ModelSpec:
-    """The model that a config.json describes; end tokens come from `generation` (generation_config.json) first."""
+def spec_from_config(
+    values: Mapping[str, object],
+    where: str,
+    generation: Fields | None = None,
+    processor: Fields | None = None,
+) -> ModelSpec:
+    """The model that a config.json describes; end tokens come from `generation` (generation_config.json) first, what
+    pixels are read as from `processor` (preprocessor_config.json)."""
     encoder = encoder_name(values)
     if encoder is not None:
         return _encoder_spec(encoder, Fields(values, where))
@@ -228,7 +287,7 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
             "num_key_value_heads", f"of {kv_heads} does not divide num_attention_heads, which is {heads}"
         )
     types = _layer_types(config, family, layers)
-    ropes, layer_ropes = _ropes(config, types, head_dim)
+    ropes, layer_ropes = _ropes(config, types, head_dim, family)
     if family.architecture == "phi3" and ropes[0].kind != "default":
         config.refuse("rope_scaling", "is set, and long-context factors (longrope) are not supported")
     gemma = family.architecture == "gemma3"
@@ -258,11 +317,20 @@ def spec_from_config(values: Mapping[str, object], where: str, generation: Field
         # The reference rounds this to the type it computes in; the decoder does that, we keep the number.
         embed_scale=math.sqrt(hidden) if gemma else 1.0,
         attention_scale=config.number("query_pre_attn_scalar", above=0) ** -0.5 if gemma else 0.0,
-        tied_embeddings=(outer if outer.has(TIED) else config).flag(TIED, False),
+        tied_embeddings=_is_tied(outer, config, family),
         experts=_experts(config, family, layers) if family.experts else None,
+        vision=_vision_spec(family.sees, outer, processor, hidden, layers) if family.sees else None,
         bos_token_id=next(iter(_token_ids("bos_token_id", generation, outer, config)), None),
         eos_token_ids=_token_ids("eos_token_id", generation, outer, config),
     )
+
+
+def _is_tied(outer: Fields, config: Fields, family: Family) -> bool:
+    if (
+        family.sees == QWEN25_VL
+    ):  # older files say it in the part of the language model, and the default outside
+        return outer.flag(TIED, False) or config.flag(TIED, False)
+    return (outer if outer.has(TIED) else config).flag(TIED, False)
 
 
 def _encoder_spec(name: str, config: Fields) -> ModelSpec:
@@ -300,6 +368,61 @@ def _encoder_spec(name: str, config: Fields) -> ModelSpec:
         norm_eps=eps,
         activation=activation,
         encoder=options,
+    )
+
+
+def _vision_spec(name: str, outer: Fields, processor: Fields | None, width: int, below: int) -> ModelSpec:
+    """The encoder of pictures beside a decoder of this width and number of layers."""
+    family = VISION_FAMILIES[name]
+    config = outer.group("vision_config", family.defaults) or Fields({}, outer.where, family.defaults)
+    heads = config.integer(family.heads, maximum=MAX_WIDTH)
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    if hidden % heads:
+        config.refuse("hidden_size", f"of {hidden} is no multiple of {family.heads}, which is {heads}")
+    layers = config.integer(family.layers, maximum=MAX_LAYERS)
+    options = vision_options(name, config, outer, processor, width)
+    taps = () if options.patches is None else options.patches.taps
+    if len(taps) > below:
+        config.refuse(
+            "deepstack_visual_indexes",
+            f"names {len(taps)} layers, more than the {below} of the language model",
+        )
+    ropes: tuple[RopeSpec, ...] = ()
+    if name != SIGLIP:
+        ropes = (_picture_rope(config, hidden // heads),)
+    return ModelSpec(
+        architecture=name,
+        vocab_size=0,
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_positions=options.num_positions,
+        windows=(None,) * layers,
+        ropes=ropes,
+        layer_ropes=(0,) * layers if ropes else (),
+        norm_eps=config.number("layer_norm_eps", above=0),
+        activation=_activation(config),
+        encoder=options,
+    )
+
+
+def _picture_rope(config: Fields, head_dim: int) -> RopeSpec:
+    """Patches turn by their row and their column."""
+    if head_dim % 4:
+        config.refuse(
+            "num_heads", f"makes heads of {head_dim}, no multiple of 4, which have no row and column"
+        )
+    group = config.group("rope_parameters") or config
+    if group.get("rope_type") not in (None, "default", "axial"):
+        group.refuse("rope_type", "must be axial for an encoder of pictures")
+    return RopeSpec(
+        rotary_dim=head_dim,
+        theta=group.number("rope_theta", 10_000.0, above=0),
+        kind="axial",
+        sections=(head_dim // 4,) * 2,
     )
 
 
@@ -375,9 +498,12 @@ def _windows(config: Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
 
 
 def _ropes(
-    config: Fields, types: tuple[str, ...], head_dim: int
+    config: Fields, types: tuple[str, ...], head_dim: int, family: Family | None = None
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
-    by_type = {kind: rope_for(config, kind, head_dim) for kind in dict.fromkeys(types)}
+    sections = () if family is None else family.sections
+    by_type = {kind: rope_for(config, kind, head_dim, sections) for kind in dict.fromkeys(types)}
+    if family is not None and sections:
+        by_type = {kind: _with_sections(config, rope, family) for kind, rope in by_type.items()}
     ropes = tuple(dict.fromkeys(by_type.values()))
     return ropes, tuple(ropes.index(by_type[kind]) for kind in types)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.pooling import MEAN
+from paceline.core.parameters import MEAN
 from paceline.models.files.config_fields import CheckpointError, Fields, shown
 from paceline.models.files.fetch import packaged_model
 from paceline.models.files.folder import CONFIG, ModelFolder, TextParts, text_of_folder, text_of_gguf

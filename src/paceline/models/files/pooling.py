@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.core.pooling import CHOICE, CLS, LAST, MEAN
+from paceline.core.parameters import CHOICE, CLS, LAST, MEAN
 from paceline.models.files.config_fields import CheckpointError, Fields, parse_json, read_json, shown
 from paceline.models.files.folder import ModelFolder, is_own_blob
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LENGTH = "sentence_bert_config.json"
+TOKENIZER, NO_LENGTH = "tokenizer_config.json", 10**9
 MAX_MODULES_BYTES = 2**20
 _KINDS = {
     "pooling_mode_mean_tokens": MEAN,
@@ -66,20 +67,25 @@ def embedding_defaults(folder: ModelFolder) -> EmbeddingDefaults | None:
     if kind is None:
         raise CheckpointError(f"{path}: has no Pooling, which says what the vector of a text is")
     prompts, default = _prompts(folder)
-    length = folder.json(LENGTH)
-    longest = (
-        None
-        if length is None
-        else Fields(length, str(folder.path / LENGTH)).optional_integer("max_seq_length")
-    )
     return EmbeddingDefaults(
         kind=kind,
         normalize=normalize,
         prompts=prompts,
         default_prompt=default,
         token_ids=token_ids,
-        max_length=longest,
+        max_length=_longest(folder),
     )
+
+
+def _longest(folder: ModelFolder) -> int | None:
+    """Newer files have it only with the tokenizer, where a number without sense stands for none."""
+    length = folder.json(LENGTH)
+    if length is not None:
+        own = Fields(length, str(folder.path / LENGTH)).optional_integer("max_seq_length")
+        if own is not None:
+            return own
+    most = (folder.json(TOKENIZER) or {}).get("model_max_length")
+    return most if isinstance(most, int) and 0 < most < NO_LENGTH else None
 
 
 def _modules(path: Path) -> list[Fields]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError
-from paceline.models.files.encoder import encoder_tensors
+from paceline.models.files.encoder import VISION, encoder_tensors
 from paceline.models.spec import ModelSpec
 
 
@@ -110,6 +111,9 @@ def tensor_names(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not spec.tied_embeddings:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+    if spec.vision is not None:
+        for name, shape in encoder_tensors(spec.vision):
+            yield VISION + name, shape
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -178,6 +182,10 @@ def _q8(tensor: StoredTensor) -> Floats:
 # A file seen as bytes without reading it: pages come in when they are looked at. Read-only.
 
 
+class _MappedFile(mmap.mmap):
+    """Tells a file's pages from memory whose contents are nowhere else."""
+
+
 def map_file(path: Path) -> NDArray[np.uint8]:
     """The file's bytes. The mapping lives as long as any view of it."""
     try:
@@ -187,8 +195,27 @@ def map_file(path: Path) -> NDArray[np.uint8]:
             size = file.seek(0, 2)
             if size == 0:
                 raise CheckpointError(f"{path}: is empty; download it again")
-            return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+            return np.frombuffer(_MappedFile(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
+
+
+def drop_pages(values: NDArray[np.uint8]) -> None:
+    """Pages of a mapped file with nothing but these values leave memory; they are read again when they are looked at.
+
+    Other arrays stay as they are.
+    """
+    base: Any = values
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapped = getattr(base, "obj", None)
+    if not isinstance(mapped, _MappedFile):
+        return
+    begin = values.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (begin + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        with suppress(OSError, AttributeError):  # a system without the call
+            mapped.madvise(mmap.MADV_DONTNEED, first, size)

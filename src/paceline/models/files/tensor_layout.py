@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.files.config_fields import CheckpointError, some_of
-from paceline.models.files.encoder import is_other_head, modern_place
+from paceline.models.files.encoder import VISION, is_other_head, modern_place, vision_place
 from paceline.models.files.gguf import GgufFile
 from paceline.models.files.quantized_folder import KV_SCALE
 from paceline.models.files.stored import Entry, StoredTensor, tensor_names
@@ -118,7 +118,8 @@ _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _MIXTRAL_PART = {"gate": "w1", "up": "w3", "down": "w2"}
 # Buffers that older versions stored, and what belongs to images.
-_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq")
+_BUFFER = re.compile(r"(.*\.)?rotary(_pos)?_emb\.(\w+_)?inv_freq|vision\..*\.position_ids")
+_OF_PICTURES = ("model.vision_model.", "model.connector.", "model.visual.", "visual.")  # computed here
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -139,6 +140,9 @@ def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
     if spec.encoder is not None and spec.encoder.norm_first:
         yield _modern(name, spec)
         return
+    if name.startswith(VISION) and spec.vision is not None:
+        yield _of_pictures(name, spec.vision)
+        return
     yield Piece(source=name)
     if match := _ATTENTION.fullmatch(name):
         yield _fused_attention(f"{match[1]}qkv_proj.{match[3]}", match[2], spec)
@@ -150,11 +154,20 @@ def _places(name: str, spec: ModelSpec) -> Iterator[Piece]:
         yield from _expert(match, spec)
 
 
+def _of_pictures(name: str, spec: ModelSpec) -> Piece:
+    source, index, count = vision_place(name, spec.architecture)
+    return _part(VISION + source, index, count, spec.hidden_size)
+
+
 def _modern(name: str, spec: ModelSpec) -> Piece:
     source, index, count = modern_place(name)
+    return _part(source, index, count, spec.hidden_size if count == 3 else spec.intermediate_size)
+
+
+def _part(source: str, index: int, count: int, width: int) -> Piece:
+    """One of several matrices that lie one behind the other."""
     if count == 1:
         return Piece(source=source)
-    width = spec.hidden_size if count == 3 else spec.intermediate_size
     return Piece(source=source, rows=(index * width, (index + 1) * width), of_rows=count * width)
 
 
@@ -189,8 +202,11 @@ def _plain_names(stored: Mapping[str, Entry], where: str, prefix: str) -> dict[s
     before = "model." if "embed_tokens.weight" in stored else ""  # of a model that was saved without its head
     for source in stored:
         name = before + source.removeprefix("language_model.").removeprefix(prefix)
-        if name.startswith("model.language_model."):
-            name = "model." + name.removeprefix("model.language_model.")
+        for part in ("model.language_model.", "model.text_model."):
+            if name.startswith(part):
+                name = "model." + name.removeprefix(part)
+        if name.startswith(_OF_PICTURES):
+            name = VISION + name.removeprefix("model.")
         if name in plain:
             raise CheckpointError(f"{where}: {plain[name]} and {source} are both the tensor {name}")
         plain[name] = source

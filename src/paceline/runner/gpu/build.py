@@ -43,7 +43,6 @@ from paceline.models.layers import DenseLinear, Linear
 from paceline.models.load import build_decoder
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom
-from paceline.runner.gpu.device_draft_model import DraftParts, further_layers
 from paceline.runner.gpu.device_layers import (
     GroupedLinear,
     ScaledLinear,
@@ -54,11 +53,13 @@ from paceline.runner.gpu.device_layers import (
     packed_of,
     quantized,
 )
+from paceline.runner.gpu.drafts.device_head import DraftParts, further_layers
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.block_product import BlockWeight
 from paceline.runner.gpu.kernels.packed_product import PackedWeight
 from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes, part_shape
+from paceline.runner.gpu.row_memory import MOST_ROW_BYTES, row_bytes
 from paceline.runner.gpu.slab_memory import Home, SlabMemory, choose_slab_bytes
 from paceline.runner.sizing import free_memory
 
@@ -66,6 +67,7 @@ _logger = logging.getLogger("paceline")
 GIB = 1 << 30
 RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
 MOST_OF_HOST = 0.8  # of the memory that is available; pinned memory cannot be swapped out
+ROW_SHARE = 64  # of the GPU's memory, that rows may take unless their number is given
 LARGE_MEMORY = 64 * GIB  # from here on many rows and long steps are worth their buffers
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -187,12 +189,19 @@ def step_sizes(spec: ModelSpec, given: Mapping[str, Any], total: int) -> dict[st
     if sizes.setdefault("block_size", BLOCK_SIZE) != BLOCK_SIZE:
         raise ConfigError(f"--block-size {sizes['block_size']}: on a GPU blocks have {BLOCK_SIZE} tokens")
     is_large = total >= LARGE_MEMORY
-    sizes.setdefault("max_num_seqs", 1024 if is_large else 256)
     sizes.setdefault("max_num_batched_tokens", 12_288 if is_large else 8192)
-    sizes.setdefault("depth", 1)
-    longest = sizes.get("max_model_len", 0)
+    copies = sizes.setdefault("depth", 1) + 1
+    longest = sizes.get("max_model_len", _longest(spec))
     if longest > _longest(spec):
         raise ConfigError(f"--max-model-len {longest} is longer than the model's {_longest(spec)} positions")
+    affordable = total // ROW_SHARE // (copies * row_bytes(longest))
+    rows = sizes.setdefault("max_num_seqs", max(1, min(1024 if is_large else 256, affordable)))
+    most = MOST_ROW_BYTES // (copies * row_bytes(longest))
+    if rows > most:
+        raise ConfigError(
+            f"--max-num-seqs {rows}: every row has room for --max-model-len {longest} tokens, and there can be {most} "
+            "rows of that length: give fewer, or a shorter length"
+        )
     return sizes
 
 
@@ -209,7 +218,7 @@ def buffer_bytes(
     if read_speculative_config(model.speculative_config) is not None:
         draws = max(draws, DRAFT_BUCKETS[-1])
     longest = sizes.get("max_model_len", _longest(spec))
-    found: int = slots * (sizes["depth"] + 1) * (longest + 64) * 4  # tokens of rows
+    found: int = slots * (sizes["depth"] + 1) * row_bytes(longest)
     found += _step_bytes(spec, sizes, draws, dtype)
     if isinstance(guesser, HeadFiles):
         found += _head_bytes(guesser.spec, sizes, dtype)

@@ -66,6 +66,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
+from paceline.runner.gpu.kernels.token_inputs import PicturePages, token_inputs
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 _WIDE = 4096  # hidden entries
@@ -94,11 +95,13 @@ class DeviceDecoder:
         max_kept: int,  # rows of logits of which a copy can be kept
         device: torch.device,
         taps: tuple[int, ...] = (),  # hidden states that are kept: those before the layers of these numbers
+        pictures: PicturePages | None = None,  # whose vectors stand in the place of embeddings
     ) -> None:
-        self.spec = spec
+        self.spec, self._pictures = spec, pictures
         self._embedding = cast(DenseLinear, parts.embedding).weight
         self._head = cast(DenseLinear, parts.head)
         self.dtype = self._embedding.dtype
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()
         self._norm = parts.norm.weight.to(device)
         self._layers = [device_layer(layer, spec, device, self.dtype) for layer in parts.layers]
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
@@ -188,9 +191,8 @@ class DeviceDecoder:
         count, overlapped = step.shape.num_tokens, step.shape.overlapped
         self._has_drafts = step.has_drafts
         residual = self._residual[:count]
-        torch.index_select(self._embedding, 0, tokens.ids[:count], out=residual)
-        if self.spec.embed_scale != 1.0:
-            residual.mul_(torch.tensor(self.spec.embed_scale, dtype=self.dtype).item())
+        ids = tokens.ids[:count]
+        token_inputs(residual, self._embedding, ids, scale=self._embed_scale, pages=self._pictures)
         places = [
             TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
         ]

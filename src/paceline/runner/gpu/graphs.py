@@ -97,7 +97,13 @@ class MixedKey(NamedTuple):
     adapted: bool = False  # rows have adapters
 
 
-Key = DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
+class EncodeKey(NamedTuple):
+    """States of the texts of an encoder."""
+
+    tokens: int
+
+
+Key = EncodeKey | DecodeKey | DrawKey | DraftKey | DraftDrawKey | MixedKey
 Step = tuple[Key, Callable[[], object]]  # what is captured under a key
 
 

@@ -69,6 +69,7 @@ class HostRows:
         self.dropped: I64 = np.zeros(num_rows, np.int64)  # tokens that tables have no entries for
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
+        self.pooled: Bool = np.zeros(num_rows, np.bool_)  # no token of it is ever drawn
         self.decode: I64 = np.zeros(0, np.int64)
         self._lent: I64 = np.zeros(0, np.int64)  # rows that decode in the last step alone
         self.sharing: list[SharingRows] = []  # decoding rows that share a beginning; the first slots
@@ -114,6 +115,7 @@ class HostRows:
         spans = plan.spans.row.astype(np.int64)
         is_last = self.computed[spans] + 1 == self.num_tokens[spans]
         is_plain = (plan.spans.num_scheduled == 1) & is_last & (self.prompt_logprobs[spans] < -1)
+        is_plain &= ~self.pooled[spans]
         return spans if self.lends and not plan.pad_tokens and is_plain.all() else spans[:0]
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
@@ -125,7 +127,8 @@ class HostRows:
             spans, count = spans[:0], count[:0]
         start = self.computed[spans]
         self.computed[spans] += count
-        finishing = np.flatnonzero(self.computed[spans] == self.num_tokens[spans])
+        is_whole = self.computed[spans] == self.num_tokens[spans]
+        finishing = np.flatnonzero(is_whole & ~self.pooled[spans])
         self.num_tokens[self.decode] += 1
         self.num_tokens[spans[finishing]] += 1
         rows = np.concatenate([self.decode, spans]) if len(spans) else self.decode
@@ -193,6 +196,7 @@ class HostRows:
         for index, (row, params) in enumerate(zip(at.tolist(), joins.sampling, strict=True)):
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = -2 if wanted is None else wanted
+            self.pooled[row] = params.pooling is not None
             memory.put_tokens(row, joins.tokens[index])
 
     def _copy_tokens(self, plan: StepPlan) -> None:

@@ -12,17 +12,14 @@ from numpy.typing import NDArray
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,
-    DRAFT_KINDS,
-    EMPTY,
     RUNNING_ON,
     STOPPED,
-    DraftTally,
     GuideWork,
     RowLogprobs,
     StepResult,
     StepTimes,
 )
-from paceline.runner.gpu.device_drafts import REPORT_COLUMNS, TALLY_WORDS
+from paceline.runner.gpu.device_pooling import StepVectors
 from paceline.runner.gpu.device_queue import Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
 from paceline.runner.gpu.kernels.step_rows import NOT_FINITE
@@ -45,6 +42,7 @@ class GPUPending:
     started_s: float
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
+    vectors: StepVectors | None = None
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
@@ -76,6 +74,9 @@ class GPUPending:
             token, count = _spread(token, at, len(rows)), _spread(count, at, len(rows))
             finished = _spread(finished, at, len(rows))
             finite = _spread(finite, at, len(rows), True)
+        vectors, bad = ((), []) if self.vectors is None else self.vectors.read()
+        if bad:
+            finite = finite & ~np.isin(rows, bad)
         if self.failed is not None:
             self.failed.update(rows[~finite].tolist())
         if self.took is not None:
@@ -94,6 +95,7 @@ class GPUPending:
             logprobs=logprobs,
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             guided=self._guided(),
+            vectors=vectors,
         )
 
     def _guided(self) -> GuideWork | None:
@@ -107,59 +109,3 @@ def _spread(values: NDArray, at: NDArray[np.int64], size: int, rest: object = 0)
     whole = np.full(size, rest, values.dtype)
     whole[at] = values
     return whole
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DraftedPending:
-    """A submitted step with drafts."""
-
-    seq: int
-    batch: DeviceBatch
-    width: int  # most drafts of a row, as planned; 0: they were only compared
-    ring: I32
-    max_slots: int
-    failed: set[int]
-    swapped: Callable[[], tuple[I32, I32]]
-    started_s: float
-    draw: Callable[[Mapping[int, Guide]], tuple[Mark, GuideWork | None]]
-    took: Callable[[I32, I32], None]
-    is_guided: NDArray[np.bool_]  # of its rows
-    done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
-    guided: GuideWork | None = None
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        if self.done is None:
-            self.done, self.guided = self.draw(guides)
-
-    def wait(self) -> StepResult:
-        assert self.done is not None, "rows with guides draw when these have come"
-        self.done.wait()
-        count = len(self.batch.decode)
-        words = self.ring.copy()  # the next step but one writes there
-        columns = words[:-TALLY_WORDS].reshape(-1, self.max_slots)[:, :count]
-        code, number, verified, predicted = columns[:REPORT_COLUMNS]
-        tally = DraftTally(*words[-TALLY_WORDS:].reshape(-1, DRAFT_KINDS))
-        known = np.maximum(code, 0)
-        self.failed.update(self.batch.decode[known == NOT_FINITE].tolist())
-        rows, guided = self.batch.decode.astype(np.int32), self.guided
-        self.took(rows, number)
-        if guided is not None:  # their drafts were certain, not predicted
-            guided = guided._replace(forced=int(np.maximum(number - 1, 0)[self.is_guided].sum()))
-            predicted = np.where(self.is_guided, 0, predicted)
-        copied, lost = self.swapped()
-        return StepResult(
-            seq=self.seq,
-            rows=rows,
-            generation=self.batch.generation,
-            tokens=np.ascontiguousarray(columns[REPORT_COLUMNS : REPORT_COLUMNS + self.width + 1].T),
-            count=number,
-            finished=CODES[known],
-            finite=known != NOT_FINITE,
-            copies_done=copied,
-            copies_failed=lost,
-            times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
-            verified=verified if self.width else EMPTY,
-            predicted=predicted if predicted.any() else EMPTY,
-            drafts=tally if tally.compared.any() else None,
-            guided=guided,
-        )

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.config.engine import EngineConfig
 from paceline.config.sized import Capacity
 from paceline.config.speculative import ORACLE, DraftConfig
+from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
 from paceline.runner.gpu.kernels.draft_predictions import STATE_WORDS
 from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
@@ -27,6 +28,8 @@ I64 = NDArray[np.int64]
 NO_PLACE = 0  # of the adapter of a row that has none; others begin behind it
 _ROOM = 1 << 19  # changes there is room for at once; more are made room for, which takes a while
 _PREDICTIONS = 64  # rows that can have one at a time
+# Kernels count its words in 32 bits; some are for columns that all rows share.
+MOST_ROW_BYTES = 4 * (2**31 - 2**26)
 _ALIGNED = 64  # words: kernels are compiled for columns that begin at multiples of 16 bytes
 
 
@@ -88,9 +91,7 @@ class RowMemory:
         for name, (entries, width) in shapes.items():
             starts[name] = size
             size += -(-entries * width // _ALIGNED) * _ALIGNED
-        assert size < 2**31, (
-            "rows need more memory than a 32-bit address reaches: fewer rows or a shorter length"
-        )
+        assert size < 2**31, "sizes are chosen so that a 32-bit address reaches every word of the rows"
         self._host: I32 = np.zeros(size, np.int32)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sections = {name: self._section(starts[name], *shape) for name, shape in shapes.items()}
@@ -181,6 +182,12 @@ class RowMemory:
     def wide(self, name: str, dtype: torch.dtype) -> Tensor:
         """A section of 64 bits per entry, flat."""
         return self._sections[name].device.view(-1).view(dtype)
+
+
+def row_bytes(longest: int) -> int:
+    """What a row of up to `longest` tokens takes on the device, about: its tokens, its blocks and its other columns. On
+    the host it is the same, of which only what was written takes memory."""
+    return 4 * (longest + longest // BLOCK_SIZE + 2 * _ALIGNED)
 
 
 def _pinned(count: int) -> Tensor:

@@ -28,11 +28,19 @@ from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
-from paceline.runner.gpu.device_draft_model import DraftParts, build_guesser, further_layers
-from paceline.runner.gpu.device_drafts import DeviceDrafts, queries_of
-from paceline.runner.gpu.device_head import DeviceGuesser, FollowedStep, HeadSite
+from paceline.runner.gpu.device_pooling import DevicePooler
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
-from paceline.runner.gpu.drafted_steps import DraftedSteps, StepParts
+from paceline.runner.gpu.drafts.device_drafts import DeviceDrafts
+from paceline.runner.gpu.drafts.device_head import (
+    DeviceGuesser,
+    DraftParts,
+    FollowedStep,
+    HeadSite,
+    build_guesser,
+    further_layers,
+    queries_of,
+)
+from paceline.runner.gpu.drafts.drafted_steps import DraftedPending, DraftedSteps, StepParts
 from paceline.runner.gpu.forward import DeviceDecoder, rotation_tables
 from paceline.runner.gpu.graphs import (
     DRAWS,
@@ -56,7 +64,7 @@ from paceline.runner.gpu.kernels.prefill_attention import Spans
 from paceline.runner.gpu.kernels.shared_attention import SharedGroups
 from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
-from paceline.runner.gpu.pending import DraftedPending, GPUPending
+from paceline.runner.gpu.pending import GPUPending
 from paceline.runner.gpu.slab_memory import HostPlaces, SlabMemory
 from paceline.runner.gpu.token_sampling import AskedLogprobs, DeviceSampler, reports_of_prompts
 
@@ -101,8 +109,8 @@ class GPURunner:
             device=device,
             taps=guesser.spec.taps if isinstance(guesser, HeadFiles) else (),
         )
-        stored = kv_dtype or self._decoder.dtype
-        self._pools = KVPools(spec, config.kv, rows.tables, stored, further_layers(guesser), memory)
+        further, dtype = further_layers(guesser), self._decoder.dtype
+        self._pools = KVPools(spec, config.kv, rows.tables, kv_dtype or dtype, further, memory)
         self._swap_pool = SwapPool(self._pools.blocks, config.kv.num_host_blocks, self._queue)
         self._attention = DeviceAttention(
             spec,
@@ -111,15 +119,14 @@ class GPURunner:
             max_tokens=max_tokens,
             max_slots=max_slots,
             max_spans=rows.num_rows,
-            dtype=self._decoder.dtype,
+            dtype=dtype,
             most_queries=1 if drafts is None else queries_of(drafts.width),
         )
         self.adapters: DeviceAdapters | None = None
         if adapter_room is not None:
-            self.adapters = DeviceAdapters(
-                adapter_room, spec, rows, self._queue, max_tokens, self._decoder.dtype
-            )
+            self.adapters = DeviceAdapters(adapter_room, spec, rows, self._queue, max_tokens, dtype)
         self._sampler = DeviceSampler(rows, spec.vocab_size, eos_token_ids, self._queue, max_draws)
+        self._pooler = DevicePooler(rows.num_rows + 1, spec.hidden_size, max_slots, self._queue)
         self._drafts: DeviceDrafts | None = None
         self._guesser: DeviceGuesser | None = None
         if drafts is not None:
@@ -131,11 +138,10 @@ class GPURunner:
             self._drafts = DeviceDrafts(drafts, rows, device=device, guesser=self._guesser, **sizes)
         self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device)
         self._visible = torch.zeros(rows.num_rows + 1, dtype=torch.int32, device=device)
-        self._next_seq = 1
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
         )
-        self._graphs = StepGraphs()
+        self._next_seq, self._graphs = 1, StepGraphs()
         self._drafted = None if self._drafts is None else self._drafted_steps(self._drafts, max_drafted)
         self._mixed = {adapted: self._mixed_keys(adapted=adapted) for adapted in (False, True)}
         self._prepare(graphs)
@@ -191,6 +197,7 @@ class GPURunner:
         """Compile and load every kernel a step may launch: nothing is compiled while serving."""
         memory, scheduler = self._rows.memory, self._config.scheduler
         self._sampler.warm_up(self._decoder.dtype)
+        self._pooler.warm_up(self._decoder.hidden)
         largest = scheduler.max_num_batched_tokens
         if self._queue.is_gpu:
             sizes = (*range(_LARGE_STEP, largest, _LARGE_STEP), largest)
@@ -283,12 +290,14 @@ class GPURunner:
         self._swap_pool.forget()
         self._next_seq = full.seq + 1
         self._rows.clear()
+        self._pooler.clear()
         with self._queue.entered():
             self._apply(self._pools.in_units(full))
             self._rows.memory.send()
 
     def submit(self, plan: StepPlan) -> GPUPending | DraftedPending:
         assert plan.seq == self._next_seq, f"plan {plan.seq} after {self._next_seq - 1}"
+        assert not len(plan.placements.row), "texts are placed by runners on a CPU only"
         self._next_seq += 1
         started_s = time.perf_counter()
         plan = self._pools.in_units(plan)
@@ -314,6 +323,7 @@ class GPURunner:
                 started_s=started_s,
                 draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
+                vectors=self._pooler.made(),
                 failed=None if self._drafts is None else self._drafts.failed,
                 took=None if self._drafts is None else self._drafts.forced.took,
             )
@@ -373,12 +383,14 @@ class GPURunner:
         if len(plan.leaves):
             leaving = plan.leaves.tolist()
             sampler.leave(leaving)
+            self._pooler.leave(leaving)
             if self._drafts is not None:
                 self._drafts.leave(leaving)
         rows.apply(plan)
         if not len(joins.row):
             return
         sampler.write_columns(joins)
+        self._pooler.join(joins)
         if self._drafts is not None:
             self._drafts.join(joins)
         if self.adapters is not None:
@@ -417,6 +429,8 @@ class GPURunner:
         rows.put_batch(batch, MAX_SPANS, num_draws)
         rows.memory.send()
         hidden = self._mixed_step(batch, adapted=adapted)
+        if self._pooler:
+            self._pooler.take(batch, rows, hidden, self._decoder.logits)
         found: tuple[RowLogprobs, ...] = ()
         if on_host:
             found = reports_of_prompts(rows, batch, hidden, self._decoder)
@@ -550,11 +564,8 @@ class GPURunner:
         """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
         memory, tokens = self._rows.memory, self._tokens
         slot_rows = self._slot_rows(shape.num_slots)
-        for column, nothing in (
-            (tokens.ids, 0),
-            (tokens.positions, 0),
-            *((slots, -1) for slots in tokens.slots),
-        ):
+        columns = ((tokens.ids, 0), (tokens.positions, 0), *((slots, -1) for slots in tokens.slots))
+        for column, nothing in columns:
             column[: shape.num_tokens].fill_(nothing)
         if shape.num_slots:
             decode_inputs(tokens, self._visible, memory.columns, slot_rows, memory.tables)

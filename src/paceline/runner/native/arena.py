@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.models.files.open import MADE_UP
 from paceline.models.files.records import INT4, INT8, Record, record_of, record_of_gguf
-from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
+from paceline.models.files.stored import StoredTensor, TensorSource, check_finite, drop_pages
 from paceline.models.spec import ModelSpec
 from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, GROUP, Q4, Q8, Q8_FINE, panel_bytes
 
@@ -118,6 +118,7 @@ def build_arena(
         kind, outputs, inputs = kinds[tensor.name], -(-tensor.shape[0] // COLUMNS) * COLUMNS, tensor.shape[1]
         size = outputs // COLUMNS * panel_bytes(kind, inputs)
         pack(tensor, kind, arena.memory[place : place + size])
+        drop_pages(tensor.raw)
         return tensor.name, Matrix(kind, arena.address + place, inputs, outputs)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:

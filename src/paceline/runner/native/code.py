@@ -53,6 +53,7 @@ class Code:
     isa: Isa
     _enter: Any
     _probe: Any
+    _place: Any
     _engine: Any  # owns the memory of the code
     _allow: Any = None  # of the checking form
 
@@ -69,6 +70,11 @@ class Code:
     def enter(self, thread: int, parameters: int) -> None:
         """Compute as one thread of a step, without the interpreter's lock; thread 0 returns with the step's end."""
         _call(self._enter, thread, parameters)
+
+    def place(self, tokens: NDArray[np.int64]) -> None:
+        """Copy keys and values of tokens (`kernels.place`). Runs beside no step."""
+        self.allow(0)
+        _call(self._place, tokens.ctypes.data, 0)
 
     def probe(self, kernel: str, arguments: NDArray[np.int64], times: int = 1) -> None:
         """Call one kernel alone (`kernels.probe`)."""
@@ -227,17 +233,25 @@ def _linked(code: bytes, isa: Isa, key: str) -> Code:
     for name in (*LIBC, *LIBM):
         llvm.add_symbol(name, _address(name))
     target = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+    # llvmlite's own memory keeps the sections of an object together. LLVM's puts each where it finds room: in a large
+    # process they may be further from each other than an instruction reaches, and then LLVM ends the process.
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target, use_lmm=True)
     for part in _parts(code):
         engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()
     entries = [engine.get_function_address(symbol_of(name)) for name in ENTRIES]
     if not all(entries):
         raise KernelsUnavailable("the compiled CPU kernels have no entry")
-    enter, probe = (_Entry(at) for at in entries)
+    enter, probe, place = (_Entry(at) for at in entries)
     allow = engine.get_function_address(symbol_of(ALLOW))
     return Code(
-        key, isa, enter, probe, engine, ctypes.CFUNCTYPE(None, ctypes.c_int64)(allow) if allow else None
+        key,
+        isa,
+        enter,
+        probe,
+        place,
+        engine,
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(allow) if allow else None,
     )
 
 

@@ -24,7 +24,7 @@ from paceline.runner.native.isa import BY_NAME, Isa
 from paceline.runner.native.layout import LIBC, symbol_of
 
 # Kernels that become one object, by name, with all they call that is in no group. The first takes longest.
-GROUPS = (("enter", "probe"), ("panel", "attend_rows", "draw"))
+GROUPS = (("enter", "probe"), ("panel", "panel_pair", "attend_rows", "attend_tile", "draw", "place"))
 CHECKS = ("allow", "check", "pause")  # what the checking form has beside them
 
 
@@ -58,7 +58,7 @@ def import_kernels(isa: Isa) -> None:
     codegen.CPUCodeLibrary.add_ir_module = keep
     codegen.CPUCodeLibrary.finalize = finalize
     cpu.CPUContext.get_executable = no_executable
-    from paceline.runner.native.kernels import probe, step  # noqa: F401  (they name what is compiled)
+    from paceline.runner.native.kernels import place, probe, step  # noqa: F401  (they name what is compiled)
     from paceline.runner.native.kernels.emit import APART
 
     assert set(APART) == {name for group in GROUPS for name in group}
@@ -128,8 +128,14 @@ def emit(texts: list[str], symbols: dict[str, str], isa: Isa, machine: str, *, l
     passes.getModulePassManager().run(whole, passes)
     for function in whole.functions:
         name = function.name
-        if function.is_declaration and not name.startswith("llvm.") and name not in {*LIBC, *ours}:
+        if not function.is_declaration or name.startswith("llvm."):
+            continue
+        if name not in {*LIBC, *ours}:
             raise RuntimeError(f"the kernels call {name}, which nothing offers when they are loaded")
+        if (
+            machine == "x86_64"
+        ):  # called at an address of 64 bits: it may lie anywhere (ARM gets there by itself)
+            function.add_function_attribute("nonlazybind")
     if isa.tune:  # from here on: the passes above would unroll every loop for a small processor
         text = re.sub(r"(?m)^(define .*?)(\s*{)?$", rf'\1 "tune-cpu"="{isa.tune}"\2', str(whole))
         whole = llvm.parse_assembly(text)

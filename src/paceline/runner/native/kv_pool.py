@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from paceline.config.engine import KVConfig
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import copies_at_once
-from paceline.runner.native.layout import SUB_BLOCK, kv_head_bytes
+from paceline.runner.native.code import Code
+from paceline.runner.native.layout import PLACED_LAYER_BYTES, SUB_BLOCK, kv_head_bytes
+from paceline.runner.native.model import shift_turn
 
 Index = NDArray[np.int64]
 Pool = NDArray[Any]  # float32, or bytes
@@ -25,8 +27,12 @@ Pool = NDArray[Any]  # float32, or bytes
 class KVPool:
     """Keys and values of all layers. Layers of a group share block numbers, not memory."""
 
-    def __init__(self, spec: ModelSpec, config: KVConfig, dtype: str = "float32") -> None:
-        """`dtype`: float32, or int8, which is bytes with scales."""
+    def __init__(
+        self, spec: ModelSpec, config: KVConfig, dtype: str = "float32", code: Code | None = None
+    ) -> None:
+        """`dtype`: float32, or int8, which is bytes with scales. `code` places tokens."""
+        self._spec = spec
+        self._code = code
         self.block_size = config.block_size
         self.subs = config.block_size // SUB_BLOCK
         self.windows = spec.group_windows
@@ -88,6 +94,30 @@ class KVPool:
         """Copies of a plan, as if done one after the other: a copy may itself be copied in the same plan."""
         origins, targets = copies_at_once(source, target)
         self._move(group, self.layers, origins, self.layers, targets)
+
+    def place(self, group: int, source: Index, target: Index, shift: int) -> None:
+        """Copy tokens that follow each other from some slots to others, with their keys turned by `shift` positions."""
+        assert self._code is not None and not self.in_bytes, "only floats are turned, by the kernels"
+        bound = self.num_slots(group)
+        for slots in (source, target):
+            if len(slots) and (slots.min() < 0 or slots.max() >= bound):
+                raise IndexError(f"slots {slots.min()} to {slots.max()}, and there are {bound}")
+        spec = self._spec
+        turns = [shift_turn(rope, shift) for rope in spec.ropes]
+        pools = zip(self.layers, self.layer_groups, spec.layer_ropes, strict=True)
+        layers = np.array(
+            [
+                (pool.ctypes.data, turns[rope][0].ctypes.data, turns[rope][1].ctypes.data)
+                for pool, mine, rope in pools
+                if mine == group
+            ],
+            np.int64,
+        )
+        assert layers.strides[0] == PLACED_LAYER_BYTES
+        source, target = np.ascontiguousarray(source), np.ascontiguousarray(target)
+        sizes = (spec.num_kv_heads, spec.head_dim, spec.ropes[0].rotary_dim, self.sub_bytes, len(source))
+        tokens = (source.ctypes.data, target.ctypes.data, len(layers), layers.ctypes.data)
+        self._code.place(np.array([*sizes, *tokens], np.int64))
 
     def swap_out(self, group: int, blocks: Index, places: Index) -> None:
         self._move(group, self.layers, blocks, self._host, places)

@@ -25,6 +25,10 @@ Keys and values of one layer are cut into sub-blocks of 16 tokens; a block of th
 An encoder's keys and values are those of one layer: a text has sub-blocks one behind the other, and the next layer
 writes over them. Its embedding is no matrix of panels, but a row of floats for each token.
 
+Vectors of pictures are rows of floats. Where a token stands for one, `seen` has its address, else 0; behind it lie
+those that the first `deep` layers add. Their encoder is called for some units of one layer and one stage at a time:
+addresses of what those units have are those of the first.
+
 An adapter has two matrices for each part of a layer that it changes, of 16 or 32 bits:
 
     A        [rank][inputs], ranks filled up with zeros to a multiple of four;   B   panels of 16 outputs, [rank][16]
@@ -46,6 +50,9 @@ KINDS = ("q4", "q8", "f16", "bf16", "f32", "q8")
 QUANTISED = (Q4, Q8, Q8_FINE)
 REST_STEPS = 254  # of an input's first byte
 SILU, GELU_TANH, GELU = range(3)
+# What a call of an encoder computes: texts whole; or of units of pictures keys and values, attention and what follows,
+# the states that vectors are made of, or these vectors.
+WHOLE, KEYS, REST, STATES, VECTORS = range(5)
 
 
 def kv_head_bytes(dim: int, *, in_bytes: bool) -> int:
@@ -155,7 +162,15 @@ def panel_bytes(kind: int, inputs: int) -> int:
     S_FIRST_NORM,
     S_FIRST_NORM_BIAS,
     S_LAST_NORM_BIAS,
-) = range(0, 744, 8)
+    S_SEEN,
+    S_STAGE,
+    S_PATCHES,
+    S_PATCH_INPUTS,
+    S_CHOSEN_UNITS,
+    S_IS_RMS,
+    S_OUTPUTS,
+    S_DEEP,
+) = range(0, 808, 8)
 # In the row of one layer. An address of 0: the model does not have it.
 (
     L_Q_KIND,
@@ -232,6 +247,24 @@ ADAPTED_BLOCK_BYTES = 24
     T_COUNT,
     T_ROW,
 ) = range(0, 24, 8)
+# Of tokens that are placed, in all layers: how many there are, where they are found and where they go, and the table of
+# the layers. Then in the row of one layer.
+(
+    R_KV_HEADS,
+    R_HEAD_DIM,
+    R_ROTARY_DIM,
+    R_BLOCK_BYTES,
+    R_COUNT,
+    R_SOURCES,
+    R_TARGETS,
+    R_NUM_LAYERS,
+    R_LAYERS,
+) = range(0, 72, 8)
+(
+    R_KV,
+    R_COS,
+    R_SIN,
+) = range(0, 24, 8)
 # In the row of one draw: what is asked of a sampled row, then what the step found of it.
 (
     D_KIND,
@@ -267,6 +300,7 @@ def _fields(prefix: str) -> dict[str, int]:
 STEP, LAYER, EXPERT = _fields("S_"), _fields("L_"), _fields("E_")
 DRAW, PART, MATRICES = _fields("D_"), _fields("P_"), _fields("M_")
 LAYER_BYTES, EXPERT_BYTES, QUERY_TILE_BYTES = 8 * len(LAYER), 8 * len(EXPERT), 24
+PLACED_LAYER_BYTES = 24
 DRAW_BYTES, PART_BYTES, PART_MATRICES_BYTES = 8 * len(DRAW), 8 * len(PART), 8 * len(MATRICES)
 MOST_QUERY_TOKENS = 16  # in a tile of queries
 ROW_BLOCK = 64  # rows of a piece of `heads`, where there are many
@@ -307,7 +341,7 @@ PROBES = (
     "expand",
 )
 # What is called from outside of the compiled code, and what that needs from the C library.
-ENTRIES = ("enter", "probe")
+ENTRIES = ("enter", "probe", "place")
 LIBC = ("sched_yield", "sem_wait", "sem_post", "clock_gettime", "memcpy", "memset", "memmove")
 LIBM = ("fmaf",)  # where a processor has no such instruction; its result has the same bits
 PHASES = ("rows", "heads", "attention", "products", "gated", "logits", "draw", "waiting")

@@ -83,6 +83,7 @@ class NativeModel:
     last_norm: int
     last_norm_weight: NDArray[np.float32]
     layers: NDArray[np.int64]  # [layer, field], see `layout.LAYER`
+    turns: list[tuple[Floats, Floats]]  # of each rope: cos and sin of every position
     input_bytes: int  # of what quantised matrices are multiplied with; 0: none is quantised
     max_positions: int
     ranges: list[Range]  # all of its memory
@@ -145,6 +146,7 @@ def build_model(
         last_norm=arena.keep(last_norm),
         last_norm_weight=last_norm,
         layers=layers,
+        turns=tables,
         input_bytes=max(
             (2 if matrix.kind == Q8_FINE else 1 for matrix in matrices.values() if matrix.kind in QUANTISED),
             default=0,
@@ -218,8 +220,15 @@ def rope_tables(rope: RopeSpec, max_positions: int) -> tuple[Floats, Floats]:
     return tables[0], tables[1]
 
 
+def shift_turn(rope: RopeSpec, shift: int) -> tuple[Floats, Floats]:
+    """cos and sin of what turns a key from its position to one `shift` further. The factor that some kinds put on a
+    rotation is in the key already."""
+    cos, sin = cos_and_sin(shift * _frequencies(rope))
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
 def cos_and_sin(angles: Doubles) -> tuple[Doubles, Doubles]:
-    """Of angles from 0 to about a million, within 2e-16."""
+    """Of angles up to about a million, within 2e-16."""
     quarter = np.rint(angles * (2 / math.pi))
     rest = angles.copy()
     for part in _QUARTER_TURN:  # each but the last has few enough bits for an exact product

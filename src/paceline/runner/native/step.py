@@ -24,6 +24,7 @@ from paceline.runner.native.kv_pool import KVPool
 from paceline.runner.native.model import NativeModel
 from paceline.runner.native.step_memory import StepMemory
 from paceline.runner.native.team import Team
+from paceline.runner.pictures import NO_VECTOR, Pictures
 from paceline.runner.sampling.sampler import Settled, Wanted
 
 Index = NDArray[np.int64]
@@ -31,6 +32,7 @@ LOOK_S = 0.5  # between two looks at the phase of a step
 # Phases are timed in one step of this many: the clocks take half a percent of a small one. Not a power of two, so that
 # requests of equal lengths do not put every prompt into a timed step.
 TIMED_EVERY = 7
+TIMED_TOKENS = 64  # of a prompt, to learn what a token takes
 
 
 class BadPlan(RuntimeError):
@@ -52,7 +54,8 @@ class NativeStep:
         kv_dtype: str = "float32",
     ) -> None:
         self.spec = model.spec
-        self.kv = KVPool(model.spec, config.kv, kv_dtype)
+        self.kv = KVPool(model.spec, config.kv, kv_dtype, code)
+        self.pictures: Pictures | None = None
         self.adapters = NativeAdapters(model.spec)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
         self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
@@ -75,6 +78,11 @@ class NativeStep:
         self._laps: dict[str, int] = {}
         self._phase_s: dict[str, float] = {}
 
+    def see(self, pictures: Pictures | None) -> None:
+        """Tokens may stand for vectors of pictures."""
+        self.pictures = pictures
+        self.memory.vectors = None if pictures is None else pictures.vectors
+
     def forward_and_draw(
         self, rows: DeviceRows, batch: FlatBatch, due: Index, wanted: Wanted
     ) -> tuple[NDArray[np.bool_], Settled]:
@@ -90,7 +98,7 @@ class NativeStep:
         self._check(rows, batch)
         numbers = rows.adapters_of(batch)
         adapters = None if numbers is None else self.adapters.of_tokens(numbers)
-        self.memory.load(batch, rows.tables, due, adapters)
+        self.memory.load(batch, rows.tables, due, adapters, self._seen(rows, batch), self._turns(rows, batch))
         self.memory.parameters.set(only_logits=0)
         if self._free is not None:
             # All threads help in a step of any size, because those that wait for each other let go of their cores.
@@ -101,6 +109,23 @@ class NativeStep:
         self._due = due
         good: NDArray[np.bool_] = self.memory.finite[:count] != 0
         return good
+
+    def _seen(self, rows: DeviceRows, batch: FlatBatch) -> Index | None:
+        """For each token the address of the vector that it stands for, or 0; None: all are text."""
+        slots = None if self.pictures is None else self.pictures.slots(rows, batch)
+        if slots is None or self.pictures is None:
+            return None
+        vectors = self.pictures.vectors
+        _check_below(slots[slots != NO_VECTOR], len(vectors), "vector")
+        return np.where(slots == NO_VECTOR, 0, vectors.ctypes.data + slots * vectors.strides[0])
+
+    def _turns(self, rows: DeviceRows, batch: FlatBatch) -> Index | None:
+        if self.pictures is None or not self.spec.has_turns:
+            return None
+        turns = self.pictures.turns(rows, batch)
+        if turns is not None:
+            _check_below(turns, self._max_positions, "turn")
+        return turns
 
     def logits(self, tokens: Index) -> NDArray[np.float32]:
         if tokens is not self._due and not np.array_equal(tokens, self._due):
@@ -163,6 +188,34 @@ class NativeStep:
             if np.maximum.reduce(slots) >= slot_count:  # nothing is stored where it is negative
                 raise BadPlan(f"a plan names slot {slots.max()}, and there are {slot_count}")
             _check_below(table[:, :used].take(batch.rows, 0), slot_count // block_size, "block")
+
+
+def token_seconds(step: NativeStep, config: EngineConfig) -> float:
+    """Seconds that a token of a prompt takes, in a step made for this; it is closed."""
+    rows, size = DeviceRows(config), config.kv.block_size
+    count = min(TIMED_TOKENS, config.scheduler.max_model_len, (config.kv.num_blocks - 1) * size)
+    positions = np.arange(count)
+    for table in rows.tables:
+        table[0, : -(-count // size)] = 1 + np.arange(-(-count // size))
+    batch = FlatBatch(
+        rows=np.zeros(1, np.int64),
+        start=np.zeros(1, np.int64),
+        count=np.full(1, count),
+        masked=np.zeros(1, np.bool_),
+        tokens=np.zeros(count, np.int64),
+        positions=positions,
+        places=positions,
+        lengths=positions + 1,
+        row_of=np.zeros(count, np.int64),
+        slots=tuple(size + positions for _ in rows.tables),
+    )
+    taken = []
+    for _ in range(3):  # the first pays for threads and memory
+        began_s = time.perf_counter()
+        step.forward(rows, batch, batch.last)
+        taken.append(time.perf_counter() - began_s)
+    step.close()
+    return min(taken) / count
 
 
 def _check_below(values: Index, bound: int, name: str) -> int:

@@ -34,6 +34,7 @@ class StepMemory:
     """Buffers for steps of any size: they grow when a larger step comes, and are never made anew for a smaller one."""
 
     def __init__(self, model: NativeModel, pool: KVPool, max_length: int, threads: int) -> None:
+        self.vectors: Floats | None = None  # of pictures
         self._model = model
         self._pool = pool
         self._threads = threads
@@ -65,6 +66,7 @@ class StepMemory:
             head=model.head.at,
             last_norm=model.last_norm,
             kv_in_bytes=int(self._pool.in_bytes),
+            deep=spec.num_deep,
         )
         if spec.experts is not None:
             p.set(
@@ -81,6 +83,7 @@ class StepMemory:
         layers[:, LAYER["subs"]] = pool.subs
         layers[:, LAYER["kv"]] = [keys_values.ctypes.data for keys_values in pool.layers]
         p.point("layers", layers)
+        self._turned: list[Floats] = []  # cos and sin of the step's tokens, where positions do not say them
 
     def grow(self, tokens: int, sampled: int) -> None:
         """Room for this many tokens and sampled rows."""
@@ -151,20 +154,31 @@ class StepMemory:
         return entries * experts.intermediate_size
 
     def load(
-        self, batch: FlatBatch, tables: list[Column], sampled: Column, adapters: StepAdapters | None = None
+        self,
+        batch: FlatBatch,
+        tables: list[Column],
+        sampled: Column,
+        adapters: StepAdapters | None = None,
+        seen: Column | None = None,
+        turns: Column | None = None,
     ) -> None:
-        """Point the parameters at a batch; `sampled` are the tokens whose logits are wanted."""
+        """Point the parameters at a batch; `sampled` are the tokens whose logits are wanted. `seen`: for each token the
+        address of the vector that it stands for, or 0. `turns` [3, tokens]: by what tokens turn, where that is not
+        their position."""
         count = len(batch.tokens)
         if adapters is not None and adapters.ranks > self._ranks:
             self._ranks, self._tokens = adapters.ranks, 0  # all buffers are made anew
         self.grow(count, 0)
         p = self.parameters
         self._point_at(adapters)
+        p.set(seen=0)
+        if seen is not None:
+            p.point("seen", seen)
         tiles = query_tiles(batch, padding_row=len(tables[0]) - 1)
         # What a token sees ends behind it, at its place among what its row has not dropped.
         columns = {
             "tokens": batch.tokens,
-            "positions": batch.positions,
+            "positions": self._turn(batch.positions, turns),
             "ends": batch.places + 1,
             "tiles": tiles,
         }
@@ -179,6 +193,23 @@ class StepMemory:
         layers[:, LAYER["slots"]] = starts[groups]
         layers[:, LAYER["table"]] = np.array([table.ctypes.data for table in tables])[groups]
         layers[:, LAYER["table_width"]] = np.array([table.shape[1] for table in tables])[groups]
+
+    def _turn(self, positions: Column, turns: Column | None) -> Column:
+        """For each token its row in the tables of cos and sin: those of the model, or of this step alone."""
+        layers, places = self._layers, [LAYER["cos"], LAYER["sin"]]
+        if turns is None or (turns == turns[0]).all():
+            if self._turned:
+                self._turned, layers[:, places] = [], self._model.layers[:, places]
+            return positions if turns is None else turns[0]
+        spec = self._model.spec
+        tables = []
+        for rope, pair in zip(spec.ropes, self._model.turns, strict=True):
+            axes = np.array(rope.axes or (0,) * pair[0].shape[1])
+            found = [table[turns[axes].T, np.arange(len(axes))] for table in pair]
+            tables.append([np.ascontiguousarray(table) for table in found])
+        layers[:, places] = [[table.ctypes.data for table in tables[rope]] for rope in spec.layer_ropes]
+        self._turned = [table for pair in tables for table in pair]
+        return np.arange(turns.shape[1])
 
     def _point_at(self, adapters: StepAdapters | None) -> None:
         p, self._adapters = self.parameters, adapters
@@ -199,6 +230,8 @@ class StepMemory:
         found += [Range.of("slots", slots) for slots in self._slots]
         found += [Range.of("block table", table) for table in self._tables]
         found += [] if self._adapters is None else self._adapters.ranges()
+        found += [Range.of("turns of the step", table) for table in self._turned]
+        found += [] if self.vectors is None else [Range.of("vectors of pictures", self.vectors)]
         return found + self._model.ranges
 
     def residual(self, first: int, end: int) -> Floats:

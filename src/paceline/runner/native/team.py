@@ -38,7 +38,19 @@ START_S = 5.0
 # What threads look at between steps, and what a step reads and never writes.
 _WAITING = ("sync", "sleeping", "semaphores")
 _READ_ONLY = frozenset(
-    {"tokens", "positions", "tiles", "layers", "sampled", "adapted", "adapted_tokens", "adapted_blocks"}
+    {
+        "tokens",
+        "positions",
+        "tiles",
+        "layers",
+        "sampled",
+        "adapted",
+        "adapted_tokens",
+        "adapted_blocks",
+        "seen",
+        "patches",
+        "chosen_units",
+    }
 )
 
 _logger = logging.getLogger("paceline")

@@ -72,7 +72,7 @@ class DialRange:
         if costs is not None:
             last = max(bisect_right(costs.sizes, most) - 1, 0)
             low, high = max(costs.seconds[0], 1e-6), costs.seconds[last] * HEADROOM
-            self.fewest = min(costs.sizes[0], most)
+            self.fewest = min(costs.sizes[0], costs.LONG, most)
         else:
             self.fewest = max(min(FEWEST_TOKENS, most), most // TOKENS_SPAN)
             low, high = float(self.fewest), float(most)

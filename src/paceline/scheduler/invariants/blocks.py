@@ -1,6 +1,8 @@
-"""Invariants of the KV cache: conservation, references, sharing, prefixes, and the levels below the device."""
+"""Invariants of the KV cache: conservation, references, sharing, prefixes, pins, and the levels below the device."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
@@ -68,7 +70,7 @@ def references_are_what_holds_blocks(frames: Frames) -> Findings:
                 if fence.group == index:
                     others.append(fence.blocks)
                     at.append(picture)
-            for parts in blocks.ticket_blocks:
+            for parts in blocks.other_blocks:
                 others.append(parts[index])
                 at.append(picture)
         too_many = group.holders - group.refs
@@ -274,7 +276,7 @@ def places_are_free_or_held(context: CheckContext) -> str | None:
             wrong = np.flatnonzero(free != (held == 0))
             if len(wrong):
                 return f"place {int(wrong[0])} of level {number} is free {int(free[wrong[0]])} times"
-            cached = set(part.cache.entries())
+            cached = set(part.cache.blocks())
             if cached != set(np.flatnonzero(part.pool.cached).tolist()) or len(cached) != len(part.cache):
                 return f"level {number}: keys and places do not agree"
     return None
@@ -388,3 +390,49 @@ def _places(ticket: Ticket, *, target: bool) -> set[tuple[int, int, int]]:
         for index, blocks in enumerate(ticket.blocks if upper else ticket.places)
         for block in blocks.tolist()
     }
+
+
+@invariant("K1")
+def pins_are_within_their_limits(context: CheckContext) -> str | None:
+    """Together and for each tenant, and beside what was promised to rows; what is counted is what pins have."""
+    pins, kv = context.scheduler.state.kv.pins, context.scheduler.state.kv
+    if not pins:
+        left = [group.pinned for group in kv.groups]
+        return f"{left} blocks are counted as pinned, and there is no pin" if any(left) else None
+    for tenant, users in pins.users().items():
+        counted = Counter(name for pin in pins if pin.tenant == tenant for name in pin.names)
+        if counted != users:
+            return f"pins of {tenant} have {len(counted)} blocks, {len(users)} are counted"
+        if len(users) > pins.most_of_tenant:
+            return f"{len(users)} blocks are pinned for {tenant}, and it may have {pins.most_of_tenant}"
+    for group in kv.groups:
+        held = len(pins.held(group.index))
+        if held != group.pinned or held > pins.most:
+            return f"{held} blocks are pinned, {group.pinned} are counted and {pins.most} allowed"
+    return None
+
+
+@invariant("K2")
+def a_pinned_block_is_never_evicted(context: CheckContext) -> str | None:
+    """Each name of a pin stands for a block that can be hit and is held, in every group without a window."""
+    kv = context.scheduler.state.kv
+    for group in kv.groups if kv.pins else ():
+        entries = kv.pins.entries(group.index)
+        for name, block in entries.items():
+            if group.cache.named(name) != block or not group.pool.refs[block]:
+                return f"block {block} is pinned, has {group.pool.refs[block]} references and cannot be hit"
+        for pin in kv.pins if group.window is None else ():
+            if not all(name in entries for name in pin.names):
+                return f"the pin {pin.name} of {pin.tenant} has lost a block"
+    return None
+
+
+@invariant("K3")
+def each_pin_is_of_one_tenant(context: CheckContext) -> str | None:
+    """No block is pinned for two tenants."""
+    owner: dict[bytes, str] = {}
+    for tenant, users in context.scheduler.state.kv.pins.users().items():
+        for name in users:
+            if owner.setdefault(name, tenant) != tenant:
+                return f"a block is pinned for {tenant} and for {owner[name]}"
+    return None

@@ -11,6 +11,7 @@ from paceline.core.fast import count_set
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.policy import RequestView
 from paceline.scheduler.invariants.registry import CHANGES, CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
+from paceline.scheduler.modules import name_of
 from paceline.scheduler.policy.fair import FairShare
 from paceline.scheduler.policy.priority import PriorityWithAgeing
 from paceline.scheduler.rows import Rows
@@ -202,6 +203,9 @@ def could_wait_for_prefix(context: CheckContext, request: Request) -> bool:
         return True
     parent = state.requests.get(request.parent) if request.parent is not None else None
     if parent is not None and parent.state is RequestState.RUNNING:
+        return True
+    names = {name_of(module) for module in request.modules}
+    if not names.isdisjoint(state.modules.computing) or not names.isdisjoint(state.modules.orders):
         return True
     return any(key.key in state.computing for key in request.keys)
 

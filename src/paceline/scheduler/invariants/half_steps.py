@@ -86,7 +86,7 @@ class Blocks:
 
     picture: BlocksPicture
     lists: list[GroupLists]
-    ticket_blocks: list[tuple[Index, ...]]
+    other_blocks: list[tuple[Index, ...]]  # by group: of each copy under way, and of pins
 
 
 class Owners(NamedTuple):
@@ -162,7 +162,12 @@ def _blocks(state: SchedulerState, last: Blocks | None) -> Blocks:
     if last is not None and last.picture == picture:
         return last
     lists = [_lists(group, last.lists[group.index] if last is not None else None) for group in kv.groups]
-    return Blocks(picture, lists, [ticket.blocks for ticket in tickets.values() if not ticket.level])
+    others = [ticket.blocks for ticket in tickets.values() if not ticket.level]
+    if kv.pins:
+        others.append(tuple([kv.pins.held(group.index) for group in kv.groups]))
+    if kv.sources.rows:
+        others.append(tuple([kv.sources.held(group.index) for group in kv.groups]))
+    return Blocks(picture, lists, others)
 
 
 def _picture(group: LayerGroup, high: int) -> GroupPicture:
@@ -175,7 +180,7 @@ def _picture(group: LayerGroup, high: int) -> GroupPicture:
 
 def _lists(group: LayerGroup, last: GroupLists | None) -> GroupLists:
     """Lists that have not changed are the ones of the last picture, so that each is counted once."""
-    evictable, entries = list(group.pool.evictable), list(group.cache.entries())
+    evictable, entries = list(group.pool.evictable), group.cache.blocks()
     if last is not None:
         evictable = last.evictable if evictable == last.evictable else evictable
         entries = last.entries if entries == last.entries else entries

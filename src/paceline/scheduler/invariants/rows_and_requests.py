@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from paceline.core.fast import count_set
-from paceline.core.request import NO_ROW, Request, RequestId, RequestState, RequestTree
+from paceline.core.request import NO_ROW, OWN_REQUESTS, Request, RequestId, RequestState, RequestTree
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SAYS,
@@ -136,7 +136,9 @@ def branches_have_their_parents_beginning(context: CheckContext) -> str | None:
 def the_best_of_a_tree_goes_first(context: CheckContext) -> str | None:
     """Of two branches of a tree the one with the higher score has the earlier place; a place is one request's."""
     state = context.scheduler.state
-    if len(set(state.orders.values())) != len(state.orders):
+    # A request of the engine's own goes where the one goes that it is for.
+    orders = [order for number, order in state.orders.items() if number < OWN_REQUESTS]
+    if len(set(orders)) != len(orders):
         return "two requests have one place in the order of arrival"
     for request in state.requests.values():
         tree = request.tree
@@ -219,7 +221,7 @@ def the_plan_keeps_its_bounds(frames: Frames) -> Findings:
         plan, work, scheduled = one.plan, one.plan.work, _NONE
         if len(plan.spans.row):
             scheduled = plan.spans.num_scheduled.tolist()
-            for row in plan.spans.row.tolist():
+            for row in set(plan.spans.row.tolist()):  # K5 looks at what a row has several of
                 planned[number, row] += 1
             if min(scheduled) < 1:
                 yield step, "a span is empty"

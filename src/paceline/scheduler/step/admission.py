@@ -8,7 +8,7 @@ requests that were preempted often: docs/decisions/0020-preemption.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,13 +16,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.events import NO_NUMBER, DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import make_tuple
 from paceline.core.request import NO_ROW, Blocked, BlockReason, Request, RequestId, RequestState
+from paceline.core.stretch import Stretch
 from paceline.kv.group import LayerGroup
 from paceline.kv.manager import Needs, PrefixMatch
 from paceline.scheduler.loading import WAITS, Load, Loading
 from paceline.scheduler.modes import BatchShape
+from paceline.scheduler.modules import bodies_of, name_of
 from paceline.scheduler.state import Figures, SchedulerState
 
 # The step that is being composed: what it has been given so far.
@@ -35,6 +37,10 @@ Mask = NDArray[np.bool_]
 Index = NDArray[np.int64]
 NO_MASK: Mask = np.zeros(0, np.bool_)
 NO_ROWS: Index = np.zeros(0, np.int64)
+
+
+Jumps = Mapping[int, list[tuple[int, int]]]  # by row, runs of tokens that are placed: the first, and how many
+NO_JUMPS: Jumps = MappingProxyType({})
 
 
 class StepDraft:
@@ -55,22 +61,40 @@ class StepDraft:
     draft_width = 0  # most guessed tokens of a row
     draft_tokens = 0  # of all rows
 
+    only_modules = (
+        False  # a request waits for a module that was evicted once: nothing but modules is admitted
+    )
+    jumps: Jumps = NO_JUMPS
+    num_jumps = 0  # runs of tokens that are placed
+
     def __init__(self, budget: int) -> None:
         self.budget = budget  # most tokens it may carry
         self.left = budget  # of these, not given out yet
+        self.for_long = budget  # most of these that long prompts may take; see `Pace.beside_long`
         self.spans: dict[int, int] = {}  # known tokens by row
         self.pads: dict[int, int] = {}  # padding tokens by row
         # Waiting requests that were passed over, and the request each was compared with.
         self.passed: dict[RequestId, RequestId] = {}
         self.remarks: dict[RequestId, str] = {}  # why no row is preempted for a request
 
+    def advances(self) -> dict[int, int]:
+        """Known tokens by row that are computed or placed."""
+        if not self.jumps:
+            return self.spans
+        return {
+            row: count + sum([length for _, length in self.jumps.get(row, ())])
+            for row, count in self.spans.items()
+        }
+
 
 # Rules that the composer and the tests name too.
 NO_ROOM_ROWS, NO_BUDGET, BEHIND_PREFIX, BEHIND_SWAP = Rule.ROWS, Rule.BUDGET, Rule.PREFIX, Rule.SWAP
 _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  # see core.fast
 # A request that waits for a prefix, for its own copy, for the disk, for its adapter or for another branch of its tree
-# waits for no room, and one that leaves room leaves it to others: requests behind it may be admitted.
-PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.ADAPTER, *WAITS))
+# waits for no room, and one that leaves room leaves it to others: requests behind it may be admitted. So does one whose
+# module is not there; if that was evicted while it waited, those that compute modules may, and no others.
+MODULES = frozenset((Rule.MODULE, Rule.MODULE_EVICTED))
+PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.ADAPTER, *WAITS, *MODULES))
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -113,7 +137,8 @@ class Admission:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.loading = Loading(state)
-        self._from_nothing = CachedStart(0, state.kv.match((), 1))
+        self._no_blocks = state.kv.match((), 1)
+        self._from_nothing = CachedStart(0, self._no_blocks)
         self._deferred: dict[RequestId, Rule] = {}  # the rule each waiting request was last deferred by
 
     def may_be_passed(self, rule: Rule, num_sparing: int) -> bool:
@@ -158,6 +183,10 @@ class Admission:
         if rule in WAITS:
             assert verdict.start is not None and verdict.start.load is not None
             self.loading.waits(request, verdict.start.load)
+        if rule in MODULES:
+            assert verdict.start is not None
+            for stretch in self._lacking(request, verdict.start.num_computed):
+                self._state.modules.want(request, stretch)
         if request.adapter:
             adapters = self._state.adapters
             (adapters.want if rule is Rule.ADAPTER else adapters.claim)(request.adapter)
@@ -329,9 +358,17 @@ class Admission:
         """Whether there is room for the whole prompt, beside what running prompts still need and what is reserved."""
         state = self._state
         rows, kv = state.rows, state.kv
+        unheld: list[int] = []
+        if request.modules:
+            done = request.num_computed if start is None else start.num_computed
+            found = self._cost_of_modules(request, done)
+            if found is None:
+                return self._without_module(request, done)
+            unheld = found
+            cost = tuple([need + more for need, more in zip(cost, unheld, strict=True)])
         promised = self._promised() if state.prefilling else 0
         if self._protects(request):
-            return self._judge_full_length(request, promised, ahead, start)
+            return self._judge_full_length(request, promised, ahead, start, unheld)
         kept_share = state.config.watermark if rows.num_live else 0.0
         spare = self._spare(request) if state.policy.keeps_room else 0.0
         if spare > kept_share:
@@ -351,13 +388,45 @@ class Admission:
         verdict: Verdict = make_tuple(Verdict, (None, ahead, *shortest, start))
         return verdict
 
+    def _cost_of_modules(self, request: Request, num_computed: int) -> list[int] | None:
+        """Free blocks, per group, that holding the modules it has to place takes; None: not all are in the cache."""
+        needed = [request.modules[body.stretch.item] for body in bodies_of(request, num_computed)]
+        sources = self._state.kv.sources
+        found = [sources.find(module.keys) for module in needed]
+        for module, blocks in zip(needed, found, strict=True):
+            if any(len(each) < len(module.keys) for each in blocks):
+                return None
+        return sources.unheld(found) if found else [0] * len(self._state.kv.groups)
+
+    def _without_module(self, request: Request, num_computed: int) -> Verdict:
+        modules = self._state.modules
+        lacking = [name_of(request.modules[stretch.item]) for stretch in self._lacking(request, num_computed)]
+        rule = Rule.MODULE_EVICTED if modules.were_evicted(request, lacking) else Rule.MODULE
+        computes = [modules.computing[key] for key in lacking if key in modules.computing]
+        start = CachedStart(num_computed, self._no_blocks)
+        return Verdict(rule, computes[0] if computes else NO_REQUEST, start=start)
+
+    def _lacking(self, request: Request, num_computed: int) -> list[Stretch]:
+        """What a request has to place, and whose modules are not in the cache."""
+        sources, found = self._state.kv.sources, []
+        for body in bodies_of(request, num_computed):
+            module = request.modules[body.stretch.item]
+            if any(len(each) < len(module.keys) for each in sources.find(module.keys)):
+                found.append(body.stretch)
+        return found
+
     def _full_length_beside_reserved(self, request: Request, group: LayerGroup) -> tuple[int, int]:
         """Blocks a request may come to need, and those left beside the full length of all that is reserved."""
-        most = self._state.kv.full_need(request.max_total)[group.index]
-        return most, group.pool.usable - reserved_full(self._state)[group.index]
+        most = self._state.kv.full_need(request.max_total)[group.index] + request.num_source_blocks
+        return most, group.unpinned - reserved_full(self._state)[group.index]
 
     def _judge_full_length(
-        self, request: Request, promised: int, ahead: RequestId, start: CachedStart | None
+        self,
+        request: Request,
+        promised: int,
+        ahead: RequestId,
+        start: CachedStart | None,
+        unheld: Sequence[int],
     ) -> Verdict:
         """Whether there is room to reserve the full length, with enough left for another request to complete.
 
@@ -366,8 +435,8 @@ class Admission:
         kv, figures = self._state.kv, (NO_NUMBER, NO_NUMBER, 0)
         full, reserved = kv.full_need(request.max_total), reserved_full(self._state)
         for group, most, taken in zip(kv.groups, full, reserved, strict=True):
-            usable = group.pool.usable
-            need = min(most + 1, usable)
+            usable = group.unpinned
+            need = min(most + 1 + (unheld[group.index] if unheld else 0), usable)
             half = usable // 2 - taken if taken else usable
             beside = usable - taken - largest_unreserved(self._state, group.index)
             free = min(group.free_for(None) - promised, half, beside)

@@ -21,18 +21,38 @@ from paceline.core.plan import (
     RowJoins,
     RowSet,
     RowSpans,
+    StepPlan,
     i32,
 )
 from paceline.core.request import NO_ROW, SALT
-from paceline.scheduler.state import Join, SchedulerState
+from paceline.core.stretch import StretchKind
+from paceline.scheduler.encodings import Group
+from paceline.scheduler.state import Flight, Join, SchedulerState
+from paceline.scheduler.step.admission import Jumps, Mask, StepDraft
+
+MEDIA = StretchKind.MEDIA
 
 
-def build_spans(spans: dict[int, int]) -> RowSpans:
-    """Tokens per row as columns."""
+def build_spans(state: SchedulerState, spans: dict[int, int], jumps: Jumps) -> RowSpans:
+    """Tokens per row as columns. `jumps`: what rows have placed between them, as first tokens and how many."""
     if not spans:
         return NO_SPANS
-    row, num_scheduled = np.array((list(spans), list(spans.values())), np.int32)
-    return RowSpans(row=row, num_scheduled=num_scheduled)
+    if not jumps:
+        row, num_scheduled = np.array((list(spans), list(spans.values())), np.int32)
+        return RowSpans(row=row, num_scheduled=num_scheduled)
+    entries = []
+    for each, count in spans.items():
+        placed = jumps.get(each, ())
+        end = state.rows.scheduled.item(each)
+        at = end - count - sum([length for _, length in placed])
+        for start, length in (*placed, (end, 0)):
+            if start > at:
+                entries.append((each, start - at, at))
+            at = start + length
+    if not entries:
+        return NO_SPANS
+    row, num_scheduled, first = np.array(entries, np.int32).T.copy()
+    return RowSpans(row=row, num_scheduled=num_scheduled, start=first)
 
 
 def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, RowCopies]:
@@ -69,11 +89,13 @@ def build_joins(state: SchedulerState, joins: list[Join]) -> tuple[RowJoins, Row
 
 def _media_of(state: SchedulerState, joins: list[Join]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Of each row that joins, where its items stand and their numbers."""
-    if not any(join.request.stretches for join in joins):
+    if not any(join.request.media for join in joins):
         return ()
     numbers = [state.encodings.numbers(join.request) for join in joins]
     return tuple(
-        tuple([(stretch.start, stretch.end, known[stretch.item]) for stretch in join.request.stretches])
+        tuple(
+            [(start, end, known[item]) for start, end, kind, item in join.request.stretches if kind is MEDIA]
+        )
         for join, known in zip(joins, numbers, strict=True)
     )
 
@@ -100,3 +122,41 @@ def row_changes(last: NDArray[np.bool_], mask: NDArray[np.bool_], leaves: list[i
         added=(changed & mask).nonzero()[0].astype(np.int32),
         removed=(changed & last).nonzero()[0].astype(np.int32),
     )
+
+
+def decode_context(state: SchedulerState, draft: StepDraft, mask: Mask, advancing: int) -> int:
+    """Tokens of KV that the decoding rows read."""
+    if draft.first is None or state.drafts is None:
+        return int(np.dot(state.rows.scheduled[: len(mask)], mask))
+    ahead = 1.0 + state.drafts.right * len(state.flights)  # drafts under way are right as often as lately
+    return int(np.dot(draft.first, mask)) + int(ahead * advancing)
+
+
+def flight_of(
+    state: SchedulerState, draft: StepDraft, plan: StepPlan, group: Group | None, filling: Mask | None
+) -> Flight:
+    """What is to be known of a plan when its result comes."""
+    rows = state.rows
+    return Flight(
+        seq=plan.seq,
+        mask=draft.advancing,
+        spans=tuple([(row, rows.generation.item(row), count) for row, count in draft.advances().items()]),
+        group=group,
+        at_length=draft.at_length,
+        budget=draft.budget,
+        work=plan.work,
+        pads=() if filling is None else tuple(draft.pads.items()),
+        filling=filling,
+        width=draft.draft_width,
+        room=draft.draft_tokens,
+        first=draft.first,
+        sources=_sources_of(plan, len(state.kv.groups)) if draft.jumps else (),
+    )
+
+
+def _sources_of(plan: StepPlan, num_groups: int) -> tuple[NDArray[np.int64], ...]:
+    """The blocks that a plan copies placed tokens from, by group."""
+    placements = plan.placements
+    lengths = np.diff(np.append(placements.offset, len(placements.blocks)))
+    group = placements.group.repeat(lengths)
+    return tuple([placements.blocks[group == each].astype(np.int64) for each in range(num_groups)])

@@ -14,11 +14,10 @@ import numpy as np
 
 from paceline.core.events import NO_REQUEST, DecisionKind, Rule
 from paceline.core.fast import any_set, count_set
-from paceline.core.plan import EMPTY, NO_ENCODES, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
+from paceline.core.plan import EMPTY, NO_ENCODES, NO_PLACEMENTS, NO_TRUST, SAME_ROWS, StepPlan, StepWork, i32
 from paceline.core.request import NO_ROW, Request, RequestId
 from paceline.scheduler import steering
-from paceline.scheduler.encodings import Group
-from paceline.scheduler.state import Flight, SchedulerState
+from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step import shortage, stretches
 from paceline.scheduler.step.admission import (
     NO_BUDGET,
@@ -31,8 +30,8 @@ from paceline.scheduler.step.admission import (
     StepDraft,
     Verdict,
 )
-from paceline.scheduler.step.columns import build_joins, build_spans, row_changes
-from paceline.scheduler.step.pace import make_pace, step_budget
+from paceline.scheduler.step.columns import build_joins, build_spans, decode_context, flight_of, row_changes
+from paceline.scheduler.step.pace import long_limit, make_pace, step_budget, step_room
 from paceline.scheduler.step.preemption import pick_victim, preempt
 from paceline.scheduler.step.shortage import Displacement
 
@@ -60,7 +59,7 @@ class Composer:
         if state.drafts is not None:
             draft.unsure = state.unsure_rows()
         if state.promoted:
-            self._promote()
+            state.rows.promote(state.promoted)
         if state.kv.windowed:
             live = state.rows.live[: state.rows.high].nonzero()[0]
             state.kv.slide_each(live, state.rows.computed[live])
@@ -76,7 +75,7 @@ class Composer:
         mask = self._decode(draft)
         prompts = self._prompts() if state.prefilling else []
         if prompts or len(state.queue):
-            draft.budget = step_budget(state, self.pace, mask, prompts)
+            draft.budget, draft.for_long = step_room(state, self.pace, mask, prompts)
             draft.left = draft.budget - draft.num_decoding
         if prompts:
             self._continue_prefills(draft, prompts)
@@ -124,15 +123,6 @@ class Composer:
 
     # -- plain decode --------------------------------------------------------------------------------------
 
-    def _promote(self) -> None:
-        """Rows whose last known token has been scheduled decode from now on."""
-        state = self._state
-        rows = state.rows
-        for row, generation in state.promoted:
-            if rows.generation[row] == generation and rows.live[row]:
-                rows.decoding[row] = True
-        state.promoted.clear()
-
     def _decode(self, draft: StepDraft) -> Mask:
         """Schedule one token for every row in plain decode that can have one."""
         state = self._state
@@ -156,7 +146,7 @@ class Composer:
             ended = self._advance_unsure(draft, advancing)
         if any_set(ended):
             draft.at_length = True
-            self._end_of_length(ended)
+            rows.end_of_length(ended, self._state.mode.keeps_finished)
         count = count_set(mask)
         draft.num_decoding = count
         draft.left -= count
@@ -262,14 +252,6 @@ class Composer:
         shortage.stall(state, mask, needy, set(shared), kept=kept, tokens_left=draft.left, remark=remark)
         return mask, crossing[mask[crossing]], [row for row in shared if mask[row]]
 
-    def _end_of_length(self, ended: Mask) -> None:
-        """Rows that have been given their last token: they leave plain decode, or stay as padding."""
-        rows = self._state.rows
-        if self._state.mode.keeps_finished:
-            rows.padding[: len(ended)] |= ended
-        else:
-            rows.decoding[: len(ended)] &= ~ended
-
     # -- prompts -------------------------------------------------------------------------------------------
 
     def _prompts(self) -> list[int]:
@@ -320,8 +302,29 @@ class Composer:
         return state.share(state.queue.view(state.now_s), draft.budget)
 
     def _span(self, draft: StepDraft, row: int, limit: int) -> None:
-        """Schedule up to `limit` of a row's known tokens, its padding first."""
+        """Schedule up to `limit` of a row's known tokens, and what is placed between them."""
+        if row not in self._state.modules.rows:
+            self._compute(draft, row, limit)
+            return
+        end = draft.left - limit
+        while (part := stretches.next_part(self._state, draft, row)) is not None:
+            if not self._take(draft, row, part, draft.left - end):
+                return
+
+    def _take(self, draft: StepDraft, row: int, part: stretches.Part, limit: int) -> bool:
+        """Compute or place what comes next of a row; False: it stops there."""
+        if part.stretch is None:
+            return limit > 0 and self._compute(draft, row, limit, part.end)
+        count = self._give_blocks(draft, row, part.start, part.end - part.start)
+        if count > 0:
+            stretches.place(self._state, draft, row, part, count)
+        return count == part.end - part.start
+
+    def _compute(self, draft: StepDraft, row: int, limit: int, until: int | None = None) -> bool:
+        """Schedule up to `limit` of a row's known tokens, its padding first, those before `until` at most. Whether it
+        may go on behind them in this step."""
         rows = self._state.rows
+        limit = long_limit(self._state, self.pace, draft, row, limit)
         if row in self._state.encodings.rows:
             limit = stretches.reach(self._state, draft, row, limit, self._prompts)
         pad = max(0, min(rows.pad_left.item(row), limit))
@@ -331,17 +334,21 @@ class Composer:
             draft.left -= pad
             draft.products += pad * pad // 2
         scheduled = rows.scheduled.item(row)
-        count = wanted = min(rows.num_known.item(row) - scheduled, limit - pad)
+        end = rows.num_known.item(row) if until is None else until
+        count = wanted = min(end - scheduled, limit - pad)
         if row in self._state.kv.keeping and count > 0:
             if row in draft.spans:  # one span sees from one block on
-                return
+                return False
             self._drop(row)
             kept, num_prompt = self._state.kv.keeping[row]
             count = wanted = min(count, kept.alike(scheduled, num_prompt, self._state.kv.block_size))
         if count > 0:
             count = self._give_blocks(draft, row, scheduled, count)
         if count > 0:
-            self._advance(draft, row, scheduled, count, wanted, limit - pad)
+            self._advance(
+                draft, row, scheduled, count, wanted, limit - pad, goes_on=scheduled + count == until
+            )
+        return count > 0 and scheduled + count == until
 
     def _drop(self, row: int) -> None:
         """Let go of what the next token of a row does not see."""
@@ -373,14 +380,23 @@ class Composer:
             assert request is not None
             kv.delta.forget(row)
             draft.spans.pop(row, None)
+            draft.jumps = {each: jumps for each, jumps in draft.jumps.items() if each != row}
             self._fail(request, error)
             return 0
         return count
 
     def _advance(
-        self, draft: StepDraft, row: int, scheduled: int, count: int, wanted: int, limit: int
+        self,
+        draft: StepDraft,
+        row: int,
+        scheduled: int,
+        count: int,
+        wanted: int,
+        limit: int,
+        *,
+        goes_on: bool,
     ) -> None:
-        """Schedule `count` known tokens, where `wanted` were to be, and no more than `limit`."""
+        """Schedule `count` known tokens, where `wanted` were to be, and no more than `limit`. `goes_on`: and others."""
         state = self._state
         rows = state.rows
         request = rows.requests[row]
@@ -390,6 +406,8 @@ class Composer:
         before, draft.left = draft.left, draft.left - count
         draft.products += count * (scheduled + rows.pad.item(row)) + count * (count + 1) // 2
         if scheduled + count < rows.num_known.item(row):
+            if goes_on:
+                return
             reason = draft.bounds.get(row) or (Rule.SHARE if limit < before else Rule.BUDGET)
             reason = Rule.BLOCKS if count < wanted else reason
             figures = (
@@ -444,6 +462,8 @@ class Composer:
     def _admit_in_turn(self, draft: StepDraft, batch: list[Request], cap: int) -> bool:
         """Admit each; False as soon as one has to wait for room: no request passes it."""
         for request in batch:
+            if draft.only_modules and not request.is_module:
+                continue
             if draft.left < 1 and not request.host_places:  # to be copied back takes no token
                 last = next(reversed(draft.spans), None)
                 took = NO_REQUEST if last is None else RequestId(self._state.rows.request_id.item(last))
@@ -455,6 +475,7 @@ class Composer:
             elif verdict is not None and verdict.rule is not None:
                 self.admission.defer(request, verdict, draft)
                 draft.num_sparing += verdict.rule is Rule.SPARE
+                draft.only_modules |= verdict.rule is Rule.MODULE_EVICTED
                 if not self.admission.may_be_passed(verdict.rule, draft.num_sparing):
                     return False
                 draft.passed[request.id] = verdict.compared_with
@@ -508,14 +529,6 @@ class Composer:
 
     # -- the plan ------------------------------------------------------------------------------------------
 
-    def _decode_context(self, draft: StepDraft, mask: Mask, advancing: int) -> int:
-        """Tokens of KV that the decoding rows read."""
-        state = self._state
-        if draft.first is None or state.drafts is None:
-            return int(np.dot(state.rows.scheduled[: len(mask)], mask))
-        ahead = 1.0 + state.drafts.right * len(state.flights)  # drafts under way are right as often as lately
-        return int(np.dot(draft.first, mask)) + int(ahead * advancing)
-
     def _plan(self, draft: StepDraft, mask: Mask) -> StepPlan:
         state = self._state
         seq, advancing, pad_tokens, filling = state.kv.submitted + 1, draft.num_decoding, 0, None
@@ -529,7 +542,7 @@ class Composer:
         ):  # of the same owners too, or some would have left
             self._last_context += advancing
         else:
-            self._last_context = self._decode_context(draft, mask, advancing)
+            self._last_context = decode_context(state, draft, mask, advancing)
         appends, copies, swap_out, swap_in = state.kv.delta.take()
         store, fetch = state.kv.delta.take_moves()
         joins, row_copies = build_joins(state, state.joins)
@@ -540,7 +553,7 @@ class Composer:
             seq=seq,
             leaves=i32(state.leaves) if state.leaves else EMPTY,
             joins=joins,
-            spans=build_spans(draft.spans),
+            spans=build_spans(state, draft.spans, draft.jumps),
             decode_rows=decode_rows,
             new_blocks=appends,
             block_copies=copies,
@@ -551,6 +564,7 @@ class Composer:
             fetch=fetch,
             drops=state.kv.delta.take_drops(),
             encodes=encodes,
+            placements=state.kv.delta.take_placements() if draft.jumps else NO_PLACEMENTS,
             pad_tokens=pad_tokens,
             padding_rows=draft.num_decoding - advancing,
             work=StepWork(
@@ -562,6 +576,7 @@ class Composer:
                 swap_blocks=0 if state.tiers.is_on else len(swap_out.block) + len(swap_in.block),
                 encode_positions=encodes.count,
                 encode_products=0 if group is None else encodes.count * group.products // 2,
+                placed_tokens=stretches.settle(state, draft, seq) if draft.jumps else 0,
             ),
             draft_width=draft.draft_width,
             draft_tokens=draft.draft_tokens,
@@ -572,22 +587,5 @@ class Composer:
         state.counters.evicted_blocks = state.kv.num_evicted
         state.leaves, state.joins = [], []
         state.kv.submitted = seq
-        state.flights.append(self._flight(draft, plan, group, filling))
+        state.flights.append(flight_of(state, draft, plan, group, filling))
         return plan
-
-    def _flight(self, draft: StepDraft, plan: StepPlan, group: Group | None, filling: Mask | None) -> Flight:
-        rows = self._state.rows
-        return Flight(
-            seq=plan.seq,
-            mask=draft.advancing,
-            spans=tuple([(row, rows.generation.item(row), count) for row, count in draft.spans.items()]),
-            group=group,
-            at_length=draft.at_length,
-            budget=draft.budget,
-            work=plan.work,
-            pads=() if filling is None else tuple(draft.pads.items()),
-            filling=filling,
-            width=draft.draft_width,
-            room=draft.draft_tokens,
-            first=draft.first,
-        )

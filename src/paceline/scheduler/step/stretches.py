@@ -3,14 +3,20 @@
 The scheduled counter of a row stays one number, and stops at the first stretch that cannot be computed yet: at a
 picture without vectors, whose encoding the row pays for with its own share of the step. So a picture never makes a step
 longer than a prompt would, and a row that is preempted, forked or resumed meets its stretches again.
+
+At the body of a text that is placed, the counter goes on behind it at once: what is copied takes no token of the step.
+The row then has several runs of tokens in one plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from paceline.core.events import DecisionKind, Rule
+from paceline.core.events import NO_NUMBER, NO_REQUEST, DecisionKind, Rule
+from paceline.core.plan import MORE_SPANS
 from paceline.core.request import Request
+from paceline.core.stretch import Stretch
 from paceline.scheduler.encodings import Encoding
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import StepDraft
@@ -27,6 +33,7 @@ def reach(
         stretch = encodings.open_stretch(row, start)
         _record_found(state)
         if stretch is None or stretch.start >= min(start + limit, end):
+            _end_wait(state, row)
             return limit
         before = max(0, stretch.start - start)
         step = state.kv.submitted + 1
@@ -37,9 +44,84 @@ def reach(
             _record_encoded(state, draft)
             continue
         limit = min(limit, before)
+        if encodings.rows[row].waits_since_s is None:
+            encodings.rows[row].waits_since_s = state.now_s
         break
     draft.bounds = {**draft.bounds, row: Rule.PAGES if encodings.lacks_pages else Rule.GROUP}
     return limit
+
+
+class Part(NamedTuple):
+    """What comes next of a row that places texts: tokens up to a body, or what is left of one."""
+
+    start: int
+    end: int
+    stretch: Stretch | None = None  # that is placed; None: the tokens are computed
+
+
+def next_part(state: SchedulerState, draft: StepDraft, row: int) -> Part | None:
+    """What comes next of a row; None: nothing more in this step."""
+    request, start = state.rows.requests[row], state.rows.scheduled.item(row)
+    if request is None or request.id not in state.prefilling:  # it has failed, or has all it knows
+        return None
+    body = state.modules.next_body(row, start) if row in state.modules.rows else None
+    if body is None:
+        return Part(start, state.rows.num_known.item(row))
+    if start < body.start:
+        return Part(start, body.start)
+    if draft.num_jumps >= MORE_SPANS:
+        return None
+    return Part(start, body.end, body.stretch)
+
+
+def place(state: SchedulerState, draft: StepDraft, row: int, part: Part, count: int) -> None:
+    """The row has blocks for `count` tokens of a body: they are copied there, and it goes on behind them."""
+    request, stretch = state.rows.requests[row], part.stretch
+    assert request is not None and stretch is not None
+    draft.num_jumps += 1
+    draft.jumps = {**draft.jumps, row: [*draft.jumps.get(row, ()), (part.start, count)]}
+    draft.spans.setdefault(row, 0)
+    state.kv.place(row, stretch.item, part.start, part.start - stretch.start, count)
+    state.rows.scheduled[row] = part.start + count
+    if part.start + count == stretch.end:
+        _record_placed(state, request, stretch)
+
+
+def settle(state: SchedulerState, draft: StepDraft, seq: int) -> int:
+    """The plan is made: rows let go of the modules that they have placed, once it is done. Returns how many tokens are
+    placed."""
+    for row in draft.jumps:
+        scheduled = state.rows.scheduled.item(row)
+        for item in list(state.kv.sources.rows[row]):
+            if next(body.end for body in state.modules.rows[row] if body.stretch.item == item) <= scheduled:
+                state.kv.placed(row, item, seq)
+    return sum([count for jumps in draft.jumps.values() for _, count in jumps])
+
+
+def _record_placed(state: SchedulerState, request: Request, stretch: Stretch) -> None:
+    """A context stands in its place. One that is placed again after a preemption is counted once."""
+    module = request.modules[stretch.item]
+    reused = stretch.end - stretch.start - module.recompute
+    if stretch.item >= request.num_placed:
+        request.num_placed = stretch.item + 1
+        cost = request.cost
+        request.cost = cost._replace(
+            reused=cost.reused + reused, recomputed=cost.recomputed + module.recompute
+        )
+        state.counters.reused_tokens += reused
+        state.counters.recomputed_tokens += module.recompute
+    figures = (NO_NUMBER, NO_NUMBER, len(module.keys), NO_REQUEST)
+    detail = f"context {stretch.item + 1} of {len(request.modules)}: {module.recompute} tokens computed again"
+    state.decide(DecisionKind.PLACE, request, Rule.PLACED, reused, figures, detail=detail)
+
+
+def _end_wait(state: SchedulerState, row: int) -> None:
+    """What a row stood at has vectors now."""
+    media = state.encodings.rows[row]
+    if media.waits_since_s is not None:
+        state.counters.encode_waits += 1
+        state.counters.encode_wait_s += state.now_s - media.waits_since_s
+        media.waits_since_s = None
 
 
 def make_room_for_pages(state: SchedulerState, prompts: list[int]) -> bool:
@@ -63,18 +145,34 @@ def _record_found(state: SchedulerState) -> None:
     found, state.encodings.found = state.encodings.found, []
     for media, index in found:
         step = state.kv.submitted + 1
+        state.counters.media_queries += 1
+        state.counters.media_hits += 1
+        _charge(media.request, reused=1)
         _record(state, media.request, media.held[index], Rule.FOUND_ENCODED, f"at step {step}")
 
 
 def _record_encoded(state: SchedulerState, draft: StepDraft) -> None:
     group, state.encodings.last_completed = state.encodings.last_completed, None
     assert group is not None
+    counters = state.counters
+    counters.encode_as_tokens = state.encodings.as_tokens
+    counters.media_queries += len(group.encodings)
+    counters.encoded += len(group.encodings)
+    counters.encoded_units += group.units
     for encoding in group.encodings:
         first, last = encoding.first_step, encoding.last_step
         steps = f"in step {first}" if first == last else f"in steps {first} to {last}"
         beside = f" beside {draft.num_decoding} decoding rows" if draft.num_decoding else ""
-        for request in state.encodings.holders(encoding):
+        for place, request in enumerate(state.encodings.holders(encoding)):
+            _charge(request, units=0 if place else encoding.item.units, reused=int(place > 0))
             _record(state, request, encoding, Rule.ENCODED, steps + beside)
+
+
+def _charge(request: Request, *, units: int = 0, reused: int = 0) -> None:
+    cost = request.cost
+    request.cost = cost._replace(
+        encoded_units=cost.encoded_units + units, encodings_reused=cost.encodings_reused + reused
+    )
 
 
 def _record(state: SchedulerState, request: Request, encoding: Encoding, rule: Rule, how: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import InvalidRequest
+from paceline.core.parameters import Pin
+from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.models.files.sampling_defaults import chat_sampling
 from paceline.server.api import structures
@@ -32,6 +33,7 @@ from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
     anthropic_tool_fields,
+    context_reuse_field,
     messages_kind,
     metadata_kind,
     model_field,
@@ -51,9 +53,9 @@ from paceline.server.api.openai_requests import (
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
 from paceline.server.call import Answer, Call
-from paceline.server.errors import UnsupportedModality, anthropic_body, problem_of
+from paceline.server.errors import anthropic_body, problem_of
 from paceline.server.generate.generation import Generation, Usage
-from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.prompt_size import takes
 from paceline.server.generate.service import INLINE_CHARS, Service
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
@@ -97,8 +99,9 @@ def _conversation_fields(limits: RequestLimits) -> list[Field]:
         Field(
             "cache_control",
             shaped((dict,), "an object with type and ttl"),
-            "the prompt stays cached for a ttl of 5m or 1h, as far as the key's part of the cache goes",
+            "the prompt is pinned in the cache for a ttl of 5m or 1h, as far as the key's part of it goes",
         ),
+        context_reuse_field(),
         *anthropic_tool_fields(),
         only("mcp_servers", []),
         *structures.anthropic_fields(),
@@ -133,7 +136,7 @@ def _listed(blocks: Any) -> list[Any]:
     return blocks if isinstance(blocks, list) else []
 
 
-def _turns(message: Any, place: str) -> list[dict[str, Any]]:
+def _turns(message: Any, place: str, sees: bool) -> list[dict[str, Any]]:
     """One message as a chat template knows it; results of tools become messages before its text."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise InvalidRequest(
@@ -150,24 +153,24 @@ def _turns(message: Any, place: str) -> list[dict[str, Any]]:
         if kind not in own:
             texts.append(block)
         elif kind == "tool_result":
-            results.append(_result(block, f"{place}.content[{index}]"))
+            results.append(_result(block, f"{place}.content[{index}]", sees))
         elif kind == "tool_use":
             turn.setdefault("tool_calls", []).append(_call(block, f"{place}.content[{index}]"))
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
     if texts or not content:
-        turn["content"] = _text(texts, f"{place}.content")
+        turn["content"] = _text(texts, f"{place}.content", sees=sees and role == "user")
     elif not results:
         turn["content"] = None if "tool_calls" in turn else ""
     return [*results, turn] if "content" in turn else results
 
 
-def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _result(block: Mapping[str, Any], place: str, sees: bool) -> dict[str, Any]:
     content = block.get("content", "")
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequest(f"{place}.tool_use_id must be a text", param="messages")
     nothing = "error" if block.get("is_error") is True else ""  # a model is to know that it failed
-    text = nothing if content in ("", [], None) else _text(content, f"{place}.content")
+    text = nothing if content in ("", [], None) else _text(content, f"{place}.content", sees=sees)
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
 
 
@@ -180,23 +183,28 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"id": block["id"], "type": "function", "function": function}
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, place: str, *, sees: bool = False) -> Any:
+    """A text; `sees`: or the blocks, where there are pictures among them."""
     param = place.partition("[")[0]
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{place} must be {SYSTEM_MUST}", param=param)
     texts = []
+    has_picture = False
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
+        if sees and kind == "image":
+            has_picture = True
+            continue
         if isinstance(kind, str) and kind != "text":
-            message = f"{place} holds a block of type {kind!r:.40}; this server reads text only"
+            message = f"{place} holds a block of type {kind!r:.40}; {takes(sees)}"
             raise UnsupportedModality(message, param=param)
         text = block.get("text") if kind == "text" else None
         if not isinstance(text, str):
             raise InvalidRequest(f"{place} must be {SYSTEM_MUST}", param=param)
         texts.append(text)
-    return "\n".join(texts)
+    return list(content) if has_picture else "\n".join(texts)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -291,13 +299,17 @@ class MessagesRoute(GenerationRoute):
         read = table.read(without_idle_tools(body), strict=settings.strict_fields)
         given = read.fields
         messages = checked_messages(given["messages"], settings.limits, param="messages")
-        turns = [turn for index, each in enumerate(messages) for turn in _turns(each, f"messages[{index}]")]
+        sees = self.service.model.pictures is not None
+        turns = [
+            turn for index, each in enumerate(messages) for turn in _turns(each, f"messages[{index}]", sees)
+        ]
         goes_on = turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]
         if "system" in given:
             turns.insert(0, {"role": "system", "content": _text(given["system"], "system")})
         common = common_values(read, facts)
         sampling = {**given_sampling(given), "stop": tuple(given.get("stop_sequences", ()))}
-        sampling["prompt_cache_s"] = _cache_seconds(given)
+        if (seconds := _cache_seconds(given)) is not None:
+            sampling["pin"] = Pin(ttl_s=seconds)
         return ParsedBody(
             sampling=chat_sampling(facts.generation, facts.max_model_len, **sampling),
             messages=turns,
@@ -321,10 +333,12 @@ class MessagesRoute(GenerationRoute):
 
     async def count(self, call: Call) -> Answer:
         service = self.service
-        body = self._parsed(self.count_table, call.body)
+        body = self._parsed(self.count_table, service.contexts.resolve(call.body, call.caller)[0])
         check_caller(call.caller, body.model, service.facts)
-        size = check_prompt(body, service.facts.max_model_len, service.settings.limits)
-        ids = await service.work(lambda: service.prompt_ids(body), inline=size <= INLINE_CHARS)
+        size = service.check_prompt(body)
+        seen = await service.with_pictures(call, body)
+        is_short = size <= INLINE_CHARS and not service.sees(seen)
+        ids = await service.work(lambda: service.prompt_ids(seen), inline=is_short)
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))
 
 

@@ -31,6 +31,7 @@ from paceline.server.batches.batch_records import (
     CANCELLING,
     IN_PROGRESS,
     INPUT_PURPOSE,
+    PICTURE_PURPOSES,
     PURPOSES,
     VALIDATING,
     WINDOW,
@@ -61,8 +62,12 @@ _UNSAFE = re.compile(r'[^\x20-\x7e]|["\\]')
 _FORM = {
     "type": "object",
     "properties": {
-        "file": {"type": "string", "format": "binary", "description": "one request on each line (JSONL)"},
-        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {
+            "type": "string",
+            "format": "binary",
+            "description": "requests, one on each line (JSONL), or a picture",
+        },
+        "purpose": {"type": "string", "enum": ["batch", *PICTURE_PURPOSES]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
     },

@@ -149,7 +149,7 @@ def shaped(types: tuple[type, ...], expected: str, schema: Schema | None = None)
 ANYTHING = shaped((str, int, float, bool, list, dict), "a JSON value")
 
 
-class Group(Enum):
+class FieldGroup(Enum):
     USED = "used"
     WITHOUT_EFFECT = "without effect"
     ONLY = "only these values"
@@ -165,33 +165,36 @@ class Field:
     help: str = ""
     _: KW_ONLY
     required: bool = False
-    group: Group = Group.USED
+    group: FieldGroup = FieldGroup.USED
     only: tuple[object, ...] = ()  # the values a field of the group ONLY may have
     instead: str = "leave it out"  # what to do where a value of the group ONLY is refused
 
     def schema(self) -> Schema:
         described: Schema = (
-            {"enum": [*self.only, None]} if self.group is Group.ONLY else dict(self.kind.schema)
+            {"enum": [*self.only, None]} if self.group is FieldGroup.ONLY else dict(self.kind.schema)
         )
-        if not self.required and self.group is not Group.ONLY:
+        if not self.required and self.group is not FieldGroup.ONLY:
             described = {"anyOf": [described, {"type": "null"}]}
-        notes = {Group.WITHOUT_EFFECT: "Accepted; has no effect.", Group.ONLY: "Other values are refused."}
+        notes = {
+            FieldGroup.WITHOUT_EFFECT: "Accepted; has no effect.",
+            FieldGroup.ONLY: "Other values are refused.",
+        }
         text = " ".join(part for part in (self.help, notes.get(self.group, "")) if part)
         return described | ({"description": text} if text else {})
 
 
 def only(name: str, *values: object, instead: str = "leave it out") -> Field:
     """A field that may only ask for what is done anyway."""
-    return Field(name, group=Group.ONLY, only=values, instead=instead)
+    return Field(name, group=FieldGroup.ONLY, only=values, instead=instead)
 
 
 def without_effect(name: str, kind: Kind = ANYTHING) -> Field:
     """A field that is accepted and changes nothing."""
-    return Field(name, kind, group=Group.WITHOUT_EFFECT)
+    return Field(name, kind, group=FieldGroup.WITHOUT_EFFECT)
 
 
 def unsupported(*names: str) -> list[Field]:
-    return [Field(name, group=Group.UNSUPPORTED) for name in names]
+    return [Field(name, group=FieldGroup.UNSUPPORTED) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +234,7 @@ class FieldTable:
 
     def schema(self) -> Schema:
         """The JSON schema of the body."""
-        shown = [field for field in self._fields.values() if field.group is not Group.UNSUPPORTED]
+        shown = [field for field in self._fields.values() if field.group is not FieldGroup.UNSUPPORTED]
         return {
             "type": "object",
             "properties": {field.name: field.schema() for field in shown},
@@ -239,15 +242,15 @@ class FieldTable:
         }
 
     def _is_used(self, field: Field, value: Any) -> bool:
-        if field.group is Group.UNSUPPORTED:
+        if field.group is FieldGroup.UNSUPPORTED:
             raise UnsupportedParameter(f"{field.name} is not supported by {self.route}", param=field.name)
-        if field.group is Group.ONLY:
+        if field.group is FieldGroup.ONLY:
             if not any(type(value) is type(known) and value == known for known in field.only):
                 message = f"{field.name} is not supported; {field.instead}"
                 raise UnsupportedParameter(message, param=field.name)
             return False
         field.kind.check(value, field.name)
-        return field.group is Group.USED
+        return field.group is FieldGroup.USED
 
     def _unknown(self, name: str) -> UnknownParameter:
         close = difflib.get_close_matches(name[:MAX_NAME_CHARS], self._fields, 1)

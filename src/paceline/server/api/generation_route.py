@@ -8,6 +8,7 @@ like is a `FrameWriter`'s business.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,9 +19,11 @@ from paceline.server.api.fields import FieldTable, ignored_header
 from paceline.server.api.openai_requests import ParsedBody, check_caller
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation
+from paceline.server.generate.prompt_size import check_blend
 from paceline.server.generate.searching import Found
 from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
+from paceline.text.placed_texts import PlacedTexts, new_secret
 
 DONE = b"data: [DONE]\n\n"
 INLINE_ENTRIES = 500  # logprobs of more tokens are written beside the event loop
@@ -169,8 +172,16 @@ class GenerationRoute:
     async def answer(self, call: Call) -> Answer | Events:
         service = self.service
         service.check_ready(call)
-        body = self.parse(call.body)
+        secret = new_secret() if call.body.get("context_reuse") == "blend" else ""
+        given, contexts = service.contexts.resolve(call.body, call.caller, secret)
+        body = self.parse(given)
+        if contexts:
+            body = replace(body, contexts=contexts)
+            if secret:
+                placed = PlacedTexts(secret=secret, texts=tuple(context.text for context in contexts))
+                body = replace(body, template={**body.template, "placed": placed})
         check_caller(call.caller, body.model, self.service.facts)
+        check_blend(body, service.client.info.blending, service.model.names, sees=service.sees(body))
         if body.search is not None:
             found = await service.search(call, body)
             shown = self.found(call, body, found)

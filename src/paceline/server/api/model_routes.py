@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from paceline.core.blending import Blending
 from paceline.core.sampling import SamplingParams
 from paceline.core.standing import Standing
 from paceline.errors import InvalidAdapter, InvalidRequest
@@ -38,7 +39,6 @@ from paceline.server.api.openai_requests import ParsedBody, check_caller, checke
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import UnknownModel, UnknownRequestId, UnsupportedRoute
-from paceline.server.generate.prompt_size import check_prompt
 from paceline.server.generate.service import INLINE_CHARS, ServedModel, Service
 
 
@@ -83,9 +83,19 @@ def _card(name: str, service: Service) -> dict[str, Any]:
             "standing": service.client.stats.standing,
             "default_sampling": described_sampling(model.generation),
             **_vectors(model),
+            "blending": _blending(service.client.info.blending),
             **({} if adapter is None else {"adapter": {"identity": adapter.identity, "rank": adapter.rank}}),
         },
     }
+
+
+def _blending(known: Blending) -> dict[str, Any]:
+    """Whether contexts may be placed, and what that keeps of the model's answers."""
+    refusal = known.refusal
+    shown: dict[str, Any] = {"offered": not refusal}
+    if known.kept is not None:
+        shown |= {"kept": round(known.kept, 4), "agreement": round(known.agreement, 4)}
+    return shown | ({"reason": refusal} if refusal else {})
 
 
 def _vectors(model: ServedModel) -> dict[str, Any]:
@@ -216,7 +226,7 @@ def adapter_routes(services: Sequence[Service]) -> list[Route]:
 # POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer for clients that count tokens.
 
 
-MAX_IDS = 65_536  # in one request to /detokenize
+MAX_IDS = 262_144  # in one request to /detokenize
 
 
 def tokenize_table(limits: RequestLimits) -> FieldTable:
@@ -250,12 +260,13 @@ class TokenRoutes:
         check_caller(call.caller, body.model, service.facts)
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
-        size = check_prompt(body, most, service.settings.limits) if read.fields.get("prompt") != "" else 0
+        size = service.check_prompt(body) if read.fields.get("prompt") != "" else 0
+        seen = await service.with_pictures(call, body)
         special = read.fields.get("add_special_tokens", True)
 
         def encode() -> bytes:
             if body.messages is not None:
-                ids = service.prompt_ids(body)
+                ids = service.prompt_ids(seen)
             else:
                 ids = service.tokenizer.encode(str(body.prompts[0]), add_special_tokens=special)
             names = None
@@ -264,7 +275,7 @@ class TokenRoutes:
             found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
             return msgspec.json.encode(found)
 
-        data = await service.work(encode, inline=size <= INLINE_CHARS)
+        data = await service.work(encode, inline=size <= INLINE_CHARS and not service.sees(seen))
         return Answer(body=data, headers=ignored_header(read.ignored))
 
     async def detokenize(self, call: Call) -> Answer | Events:

@@ -246,8 +246,19 @@ def serving_fields(limits: RequestLimits) -> list[Field]:
             TREE,
             "what the request and its forks may have together: max_rows, max_tokens, max_branches",
         ),
+        context_reuse_field(),
         *objective_fields(),
     ]
+
+
+CONTEXT_REUSE = (
+    "how parts of the type context are used; exact (default): their texts stand there; blend: what was computed of "
+    "each alone is copied to its place"
+)
+
+
+def context_reuse_field(about: str = CONTEXT_REUSE) -> Field:
+    return Field("context_reuse", choice(("exact", "blend")), about)
 
 
 def salt_field(limits: RequestLimits) -> Field:
@@ -309,7 +320,7 @@ def _not_serving() -> list[Field]:
         only("stream", False),
         without_effect("stream_options"),
         without_effect("service_tier", text(0, OWN_LIMITS.name_chars)),
-        *unsupported("priority", "cache_salt", "max_price", "tree"),
+        *unsupported("priority", "cache_salt", "max_price", "tree", "context_reuse"),
         *unsupported(*(field.name for field in objective_fields())),
     ]
 

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.core.adapter import AdapterInfo
+from paceline.core.parameters import Pin
 from paceline.core.request import TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.errors import InvalidRequest
@@ -34,6 +35,8 @@ from paceline.server.api.openai_fields import (
 from paceline.server.api.structures import structure_field, structure_of
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
+from paceline.server.generate.contexts import Context
+from paceline.text.placed_texts import PlacedTexts
 from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.use import ToolUse
 
@@ -88,11 +91,19 @@ class ParsedBody:
     search: Search | None = None  # how answers are looked for; `sampling.n` of them are given
     ignored: tuple[str, ...] = ()  # unknown fields
     pooled: PooledBody | None = None  # it wants vectors
+    contexts: tuple[Context, ...] = ()  # whose texts stand in it
+    blends: bool = False  # contexts are placed, where there are any
+    is_module: bool = False  # it computes such a text alone
 
     @property
     def tools(self) -> ToolUse | None:
         """The tools that may be called."""
         return self.template.get("use")
+
+    @property
+    def placed(self) -> PlacedTexts | None:
+        """The texts of contexts that are placed, which marks in the messages stand for."""
+        return self.template.get("placed")
 
     @property
     def num_branches(self) -> int:
@@ -108,7 +119,9 @@ class ParsedBody:
         content = contents[-1] if contents else ""
         if isinstance(content, list):
             content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        return content if isinstance(content, str) else ""
+        if not isinstance(content, str):
+            return ""
+        return content if self.placed is None else self.placed.put_into(content)
 
 
 class BodyParser:
@@ -233,6 +246,7 @@ def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
         "cache_salt": _checked_salt(given.get("cache_salt", "")),
         "structure_field": structure_field(given),
         "tree": _tree_limits(given.get("tree")),
+        "blends": given.get("context_reuse") == "blend",
         "ignored": read.ignored,
     }
 
@@ -245,7 +259,7 @@ def given_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     if (structure := structure_of(given)) is not None:
         found["structured_outputs"] = structure
     if (seconds := RETENTIONS.get(given.get("prompt_cache_retention", "in_memory"))) is not None:
-        found["prompt_cache_s"] = seconds
+        found["pin"] = Pin(ttl_s=seconds)
     if "prediction" in given:
         found["prediction"] = _predicted_text(given["prediction"])
     return found

@@ -143,7 +143,7 @@ def usage_body(usage: Usage) -> Json:
         "prompt_tokens": usage.num_prompt,
         "completion_tokens": usage.num_output,
         "total_tokens": usage.num_prompt + usage.num_output,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached, **prompt_details(usage)},
     }
     details = {} if usage.num_reasoning is None else {"reasoning_tokens": usage.num_reasoning}
     if usage.predictions is not None:
@@ -152,6 +152,12 @@ def usage_body(usage: Usage) -> Json:
     if details:
         body["completion_tokens_details"] = details
     return with_receipt(body, usage)
+
+
+def prompt_details(usage: Usage) -> dict[str, int]:
+    """Of a prompt with pictures, or with texts that were placed."""
+    found = {"image_tokens": usage.num_image, "reused_tokens": usage.num_reused}
+    return {name: count for name, count in found.items() if count}
 
 
 def with_receipt(body: Json, usage: Usage) -> Json:
@@ -263,6 +269,8 @@ def _body(
         num_prompt=sum(len(output.prompt_token_ids) for output in outputs),
         num_output=sum(len(part.token_ids) for output in outputs for part in output.outputs),
         num_cached=sum(output.num_cached_tokens for output in outputs),
+        num_image=sum(output.num_image_tokens for output in outputs),
+        num_reused=sum(output.num_reused_tokens for output in outputs),
         num_reasoning=sum(part.num_reasoning_tokens for output in outputs for part in output.outputs) or None,
         predictions=predictions if has_prediction else None,
         receipt=receipt,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.pairs import STRATEGIES, Cut, PairPlan, PooledInput, PooledModel
 from paceline.llm.vectors import FLOAT, Vector, pooled_sampling, prompted
@@ -40,7 +40,7 @@ from paceline.server.api.openai_requests import (
     read_prompts,
 )
 from paceline.server.api.openai_responses import Json, with_receipt
-from paceline.server.errors import UnsupportedModality, UnsupportedRoute
+from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.generation import Usage
 
 EMBEDDINGS, EMBED = "/v1/embeddings", "/embed"

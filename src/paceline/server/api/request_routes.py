@@ -36,6 +36,7 @@ from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.estimates import estimate_body
 from paceline.server.generate.generation import Generation
+from paceline.server.generate.prompt_size import check_blend
 from paceline.server.generate.requests import Explanations, change_request
 from paceline.server.generate.service import Service
 from paceline.server.generate.trees import ForkAsked, LiveBranch, chosen_branch, prune, show_tree
@@ -117,11 +118,12 @@ def estimate_routes(service: Service) -> list[Route]:
 
     async def estimate(call: Call) -> Answer:
         service.check_loaded()
-        given = call.body
+        given, _ = service.contexts.resolve(call.body, call.caller)
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         body = (chat if "messages" in given else completions).parse(given, service.facts)
         check_caller(call.caller, body.model, service.facts)
+        check_blend(body, service.client.info.blending, service.model.names, sees=service.sees(body))
         if len(body.prompts) > 1:
             raise InvalidRequest("an estimate is of one prompt", param="prompt")
         found = estimate_body(body.model, await service.estimate(call, body))
@@ -167,16 +169,20 @@ def _fork_table(service: Service) -> FieldTable:
     )
 
 
+MOST_PARTS = 64
+PART = shaped((dict,), "an object with a type", {"type": "object"})
 EXTEND_TABLE = FieldTable(
     EXTEND,
     [
         Field("text", shaped((str,), "a text", {"type": "string"}), "to put behind what the branch has"),
         Field("tokens", list_of(whole(0, LARGEST), 1_000_000), "the same as token ids"),
+        Field("content", list_of(PART, MOST_PARTS, 1), "the same as parts of the types text and context"),
         Field(
             "max_tokens", whole(1, LARGEST), "that it may generate from here on; default: what it has left"
         ),
     ],
 )
+INSERTING = ("text", "tokens", "content")
 PRUNE_TABLE = FieldTable(
     PRUNE, [Field("branches", list_of(whole(0, LARGEST), 256, 1), "indexes of branches to end; default: all")]
 )
@@ -244,13 +250,15 @@ def tree_routes(service: Service) -> list[Route]:
     async def extend(call: Call) -> Answer:
         service.check_loaded()
         given = EXTEND_TABLE.read(call.body, strict=True).fields
-        if "text" in given and "tokens" in given:
-            raise InvalidRequest("give text or tokens, and not both", param="tokens")
+        if sum(name in given for name in INSERTING) > 1:
+            raise InvalidRequest("give text, tokens or content, and not several of them", param="tokens")
         if not given:
-            raise InvalidRequest("give text, tokens or max_tokens", param="text")
+            raise InvalidRequest("give text, tokens, content or max_tokens", param="text")
         known = chosen(service, call)
         live = service.live.find(known)
         inserted = given.get("text", given.get("tokens", ""))
+        if "content" in given:
+            inserted = service.contexts.text_of(given["content"], call.caller)
         count = await service.extend(live, inserted, given.get("max_tokens"))
         found = {"id": f"{known.id}/{live.index}", "object": "request.extension", "tokens": count}
         return Answer(body=msgspec.json.encode(found))

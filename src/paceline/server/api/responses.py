@@ -43,7 +43,7 @@ from paceline.server.api.openai_requests import (
     given_sampling,
     without_idle_tools,
 )
-from paceline.server.api.openai_responses import with_receipt
+from paceline.server.api.openai_responses import prompt_details, with_receipt
 from paceline.server.api.route import Route, described
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
@@ -430,7 +430,8 @@ def part_of(kind: str, text: str) -> Json:
 def _usage(usage: Usage) -> Json:
     body = {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0}
+        | prompt_details(usage),
         "output_tokens": usage.num_output,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning or 0},
         "total_tokens": usage.num_prompt + usage.num_output,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.server.api.admin_routes import admin_routes, traffic_routes, usage_routes
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
+from paceline.server.api.context_routes import context_routes
 from paceline.server.api.model_routes import (
     adapter_routes,
     model_routes,
@@ -66,6 +67,7 @@ def routes(
         *sleep_routes(services),
         *model_routes(services),
         *adapter_routes(services),
+        *context_routes(services),
         *routes_by_model(services, _routes_of_model),
         *(disabled_routes() if batches is None else batches),
         *missing_routes(),

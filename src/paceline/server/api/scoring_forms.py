@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.pooling import CLASSIFY
+from paceline.core.parameters import CLASSIFY
 from paceline.errors import InvalidRequest
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.pairs import STRATEGIES, PairPlan, PooledInput, TextPair, pair_up, plan_pairs

@@ -18,7 +18,8 @@ from paceline.server.errors import TooBusy
 Json = dict[str, Any]
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
-PURPOSES = (INPUT_PURPOSE, OUTPUT_PURPOSE)
+PICTURE_PURPOSES = ("vision", "user_data")
+PURPOSES = (INPUT_PURPOSE, OUTPUT_PURPOSE, *PICTURE_PURPOSES)
 WINDOW, WINDOW_S = "24h", 24 * 3600
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cancelled"

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from paceline.core.lock_file import take_lock
+from paceline.core.shared_files import take_lock
 from paceline.errors import ConfigError, PacelineError
 from paceline.server.batches.batch_records import LineResult, StoredFile
 from paceline.server.batches.database import Database, WrongVersion
@@ -104,14 +104,12 @@ class Folder:
     def remove(self, file_id: str) -> None:
         self.path_of(file_id).unlink(missing_ok=True)
 
-    def sweep(self, known: Iterable[str]) -> int:
-        """Remove unknown files, before anything is written here; returns how many."""
+    def sweep(self, known: Iterable[str]) -> None:
+        """Remove unknown files, before anything is written here."""
         shutil.rmtree(self.incoming)
         self.incoming.mkdir(OWNER_FOLDER)
-        unknown = {path.name for path in self.files.iterdir()} - set(known)
-        for name in unknown:
+        for name in {path.name for path in self.files.iterdir()} - set(known):
             (self.files / name).unlink()
-        return len(unknown)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -154,7 +152,7 @@ class Store:
         self._clock = clock
         try:
             self._database = Database(self.folder.database)
-            self.num_swept = self.folder.sweep(self._database.file_ids())
+            self.folder.sweep(self._database.file_ids())
         except (OSError, sqlite3.Error, WrongVersion) as error:
             self.folder.close()
             raise ConfigError(f"--batch-dir {path} cannot be used: {error}; name another folder") from error

@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 from paceline.errors import InvalidRequest
 from paceline.server.batches.batch_records import (
     INPUT_PURPOSE,
+    PICTURE_PURPOSES,
     FileTooLarge,
     QuotaExceeded,
     StoredFile,
@@ -210,6 +211,7 @@ def _checked(name: str) -> str:
 
 MAX_FILES = 10_000  # of one key
 WRITE_BYTES = 1 << 18  # collected before a thread is asked to write them
+UPLOADED = (INPUT_PURPOSE, *PICTURE_PURPOSES)
 PURPOSE, FILE, ANCHOR, SECONDS = "purpose", "file", "expires_after[anchor]", "expires_after[seconds]"
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 
@@ -346,8 +348,11 @@ class Uploads:
             raise InvalidRequest(
                 "file is missing; send it as a part of the form, with a filename", param=FILE
             )
-        if form.text(PURPOSE) != INPUT_PURPOSE:
-            raise InvalidRequest(f"purpose must be {INPUT_PURPOSE}", param=PURPOSE)
+        purpose = form.text(PURPOSE)
+        if purpose not in UPLOADED:
+            raise InvalidRequest(
+                f"purpose must be {UPLOADED[0]}, or {UPLOADED[1]} for a picture", param=PURPOSE
+            )
         if size == 0:
             raise InvalidRequest("file is empty; it must hold one request on each line", param=FILE)
         now = self._store.now()
@@ -356,7 +361,7 @@ class Uploads:
             id=file_id,
             tenant=tenant,
             filename=form.filename,
-            purpose=INPUT_PURPOSE,
+            purpose=purpose,
             bytes=size,
             created_at=now,
             expires_at=None if seconds is None else now + seconds,

@@ -29,6 +29,7 @@ class Consumption:
 
     num_prompt: int = 0
     num_cached: int = 0
+    num_image: int = 0  # of the prompt's tokens, those that stand for pictures
     num_output: int = 0
     num_vectors: int = 0  # prompts that came to a vector
     # Of the output tokens, those whose frames were written; whole answers are sent at once.
@@ -67,7 +68,7 @@ class Charge:
             host=cost.from_host,
             disk=cost.from_disk,
             output=self._output(used.num_output),
-            block_us=max(0, cost.block_us - cost.redone_block_us),
+            block_us=max(0, cost.block_us - cost.redone_block_us) + cost.pinned_block_us,
         )
 
     @property
@@ -140,14 +141,24 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
     return {
         "service_class": quote.service_class,
         **({"adapter": used.adapter} if used.adapter else {}),
-        "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached),
+        "prompt_tokens_computed": max(0, used.num_prompt - used.num_cached - cost.reused),
         "prompt_tokens_cached": used.num_cached,
         **_below(cost),
         "recomputed_tokens": cost.redone,
         **({"vectors": used.num_vectors} if used.num_vectors else {}),
         **({"lossy": True, "kv_dropped_tokens": cost.dropped} if cost.dropped else {}),
+        **({"encoded_units": cost.encoded_units} if cost.encoded_units else {}),
+        **({"encodings_reused": cost.encodings_reused} if cost.encodings_reused else {}),
+        **(
+            {"reused_tokens": cost.reused, "reused_tokens_recomputed": cost.recomputed} if cost.reused else {}
+        ),
         "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
         "kv_block_seconds": cost.block_us / 1e6,
+        **(
+            {"pinned_kv_blocks": cost.pinned, "pinned_kv_block_seconds": cost.pinned_block_us / 1e6}
+            if cost.pinned
+            else {}
+        ),
         "recompute_kv_block_seconds": cost.redone_block_us / 1e6,
         "preemptions": {"recompute": used.preemptions - cost.swaps, "swap": cost.swaps},
         "price": {**amount_values(amounts), **factor_values(quote)},
@@ -190,7 +201,7 @@ def _closing(used: Consumption, seq: int, state: str, reason: str, output: int, 
         preemptions=used.preemptions,
         swaps=cost.swaps,
         queue_us=round((used.queue_s or 0.0) * 1e6),
-        block_us=cost.block_us,
+        block_us=cost.block_us + cost.pinned_block_us,
         redone_block_us=cost.redone_block_us,
         prompt_nano=amounts.prompt,
         cached_nano=amounts.cached_prompt,

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from paceline.core.lock_file import take_lock
+from paceline.core.shared_files import take_lock
 from paceline.errors import InputError
 
 # Which entries' last frames were handed to the network: a file of numbers, each written right before its frame.

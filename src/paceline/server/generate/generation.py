@@ -67,6 +67,8 @@ class Usage:
     num_prompt: int
     num_output: int
     num_cached: int
+    num_image: int = 0  # of the prompt's, those that stand for pictures
+    num_reused: int = 0  # of the prompt's, those of placed texts that were copied
     num_reasoning: int | None = None  # of the output; None where the model has no reasoning
     # Drafts from its prediction, right and wrong, of the branches that have ended; None: it has no prediction.
     predictions: tuple[int, int] | None = None
@@ -206,6 +208,8 @@ class Generation:
             num_prompt=self._num_prompt,
             num_output=record.num_output,
             num_cached=record.num_cached,
+            num_image=record.num_image,
+            num_reused=cost.reused,
             num_reasoning=self._num_reasoning,
             predictions=(cost.accepted_predictions, cost.rejected_predictions) if has_prediction else None,
             dropped=cost.dropped,
@@ -302,11 +306,12 @@ class Generation:
                     prompt=part.prepared.text,
                     prompt_token_ids=part.prepared.token_ids,
                     outputs=[branch.output for branch in part.branches],
+                    num_image_tokens=part.prepared.num_image,
                     finished=True,
                 )
             )
         record, first = self.record, outputs[0]
-        first.num_cached_tokens = record.num_cached
+        first.num_cached_tokens, first.num_reused_tokens = record.num_cached, record.cost.reused
         first.accepted_prediction_tokens = record.cost.accepted_predictions
         first.rejected_prediction_tokens = record.cost.rejected_predictions
         await self.settle()

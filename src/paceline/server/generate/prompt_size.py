@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.errors import InvalidRequest
+from paceline.core.blending import Blending
+from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.pairs import PooledInput, TextPair
+from paceline.media.sources import PARTS
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_requests import ParsedBody, PooledBody
-from paceline.server.errors import ContextTooLong, UnsupportedModality
+from paceline.server.errors import BlendUnavailable, ContextTooLong
 from paceline.text.messages import TEXT_PARTS
 
 NAMES = ("name", "tool_call_id")
@@ -20,10 +22,14 @@ NAMES = ("name", "tool_call_id")
 CHARS_PER_MESSAGE = 8
 
 
-def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits) -> int:
-    """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much."""
+def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits, *, sees: bool = False) -> int:
+    """Characters of all texts, four for each token id. Raises InvalidRequest for what is too much.
+
+    `sees`: the model takes pictures, whose price is known later.
+    """
     if body.messages is not None:
-        size = messages_size(body.messages, limits)
+        size = messages_size(body.messages, limits, sees=sees)
+        size += 0 if body.placed is None else body.placed.num_chars
         size += sum(len(str(tool.for_template())) for tool in (body.tools.tools if body.tools else ()))
         _check_chars(size, "messages", max_model_len, limits)
         return size
@@ -62,7 +68,26 @@ def _inputs_size(
     return total
 
 
-def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
+def check_blend(body: ParsedBody, known: Blending, names: Sequence[str], *, sees: bool) -> None:
+    """Raises BlendUnavailable where contexts are to be placed and cannot be, for this model or this request.
+
+    `names`: of the model itself; `sees`: the prompt has pictures.
+    """
+    if not body.blends:
+        return
+    reasons = {
+        "what blending keeps was measured without adapters; name the model itself": body.model not in names,
+        "a prompt with pictures has no placed texts": sees,
+        "kv_keep drops tokens of a prompt by their place": body.sampling.kv_keep is not None,
+        "prompt_logprobs need all tokens of a prompt computed": body.sampling.prompt_logprobs is not None,
+        "a search computes its prompts where they stand": body.search is not None,
+    }
+    reason = known.refusal or next((reason for reason, holds in reasons.items() if holds), "")
+    if reason:
+        raise BlendUnavailable(f"{reason}; leave context_reuse out", param="context_reuse")
+
+
+def messages_size(messages: Sequence[Any], limits: RequestLimits, *, sees: bool = False) -> int:
     """Characters of a conversation's contents, and some for each message itself."""
     total = CHARS_PER_MESSAGE * len(messages)
     for index, message in enumerate(messages):
@@ -77,12 +102,17 @@ def messages_size(messages: Sequence[Any], limits: RequestLimits) -> int:
                 raise InvalidRequest(
                     f"{place}.{name} has more than {limits.name_chars} characters", param="messages"
                 )
-        total += _content_size(message.get("content"), f"{place}.content")
+        total += _content_size(message.get("content"), f"{place}.content", sees)
         total += sum(len(str(message.get(name) or "")) for name in ("tool_calls", "reasoning_content"))
     return total
 
 
-def _content_size(content: Any, place: str) -> int:
+def takes(sees: bool) -> str:
+    """What a model reads, for errors."""
+    return "this model takes text and pictures" if sees else "this server reads text only"
+
+
+def _content_size(content: Any, place: str, sees: bool) -> int:
     if isinstance(content, str):
         return len(content)
     if not isinstance(content, list):
@@ -92,8 +122,8 @@ def _content_size(content: Any, place: str) -> int:
     total = 0
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind not in TEXT_PARTS:
-            message = f"{place} holds a part of type {kind!r:.40}; this server reads text only"
+        if isinstance(kind, str) and kind not in TEXT_PARTS and not (sees and kind in PARTS):
+            message = f"{place} holds a part of type {kind!r:.40}; {takes(sees)}"
             raise UnsupportedModality(message, param="messages")
         text = part.get("text") if isinstance(part, Mapping) else part
         total += len(text) if isinstance(text, str) else 0

@@ -69,6 +69,7 @@ def record_of(
         received_s=call.received_s,
         service_class=service_class,
         num_prompt=sum(len(prompt.token_ids) for prompt in prepared),
+        num_image=sum(prompt.num_image for prompt in prepared),
         num_branches=body.num_branches,
         max_tokens=prepared[0].sampling.max_tokens,
         is_stream=body.is_stream,

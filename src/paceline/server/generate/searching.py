@@ -134,6 +134,7 @@ class TreeOverClient(TellingBackend):
             num_prompt=record.num_prompt,
             num_output=record.num_output,
             num_cached=record.num_cached,
+            num_image=record.num_image,
             receipt=shown,
         )
         self.output.outputs = [_output(index, each) for index, each in enumerate(result.candidates[:count])]

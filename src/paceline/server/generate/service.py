@@ -23,12 +23,9 @@ from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
 from paceline.llm.pairs import InputReader, PooledInput, PooledModel
-from paceline.llm.prompts import (
-    ChatPrompts,
-    PreparedRequest,
-    PromptReader,
-    prepared_chat,
-)
+from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
+from paceline.media.pictures import Pictures
+from paceline.media.sources import has_pictures, take_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
@@ -45,8 +42,10 @@ from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnknownModel
+from paceline.server.generate.contexts import Contexts
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
+from paceline.server.generate.media_work import MediaSources, MediaWork
 from paceline.server.generate.pooled import feed, prepare_inputs
 from paceline.server.generate.prompt_size import check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
@@ -54,7 +53,6 @@ from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
-from paceline.text.dialect import ChatRequest
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named
 from paceline.text.tools.formats import AUTO
@@ -77,6 +75,7 @@ class ServedModel:
     seed: int = 0
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
     labels: tuple[str, ...] = ()  # of a classifier
+    pictures: Pictures | None = None  # of prompts; None: it reads text only
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -98,10 +97,11 @@ class ServiceSettings:
     reasoning_parser: str = AUTO
     max_thinking_tokens: int | None = None
     lora_dir: str | None = None  # below which adapters may be loaded
+    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Known:
+class _LoadedModel:
     """What follows from an engine that has loaded its model."""
 
     info: EngineInfo
@@ -144,20 +144,24 @@ class Service:
         self.admission = RequestAdmission(capacity, lambda: client.stats.next_place_s, by_tenant)
         self.recent = RecentRequests()
         self.explanations = Explanations(client, self.recent)
-        self.live = LiveBranches()
+        self.live, self.contexts = LiveBranches(), Contexts()
         self.billing = billing or Billing()
         self._chat = ChatPrompts(
             model.tokenizer,
+            pictures=model.pictures,
             tool_call_parser=self.settings.tool_call_parser,
             reasoning_parser=self.settings.reasoning_parser,
             max_thinking_tokens=self.settings.max_thinking_tokens,
         )
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
+        self.media_sources = MediaSources(self.settings.media_domains)
+        self._pixels = MediaWork(self._chat)
         self._door = Door()
-        self._known: _Known | None = None
+        self._known: _LoadedModel | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pixels.close()
         self._door.close()
 
     @property
@@ -186,7 +190,8 @@ class Service:
         """When a request of one prompt would be served if it came now."""
         service_level = self._service_level(call, body)
         known = self._loaded()
-        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        size = self.check_prompt(body)
+        body = await self.with_pictures(call, body)
         (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
@@ -269,7 +274,7 @@ class Service:
         service_level = self._service_level(call, body)
         known = self._loaded()
         quote = self._quote(call, body, service_level.service_class)
-        size = check_prompt(body, known.facts.max_model_len, self.settings.limits)
+        size = self.check_prompt(body)
         # Of a call that is fed in a window, only what the window holds waits at a time.
         num_waiting = min(len(body.prompts), self._window) if body.sampling.pooling is not None else None
         waiting = size if num_waiting is None else size * num_waiting // len(body.prompts)
@@ -278,8 +283,9 @@ class Service:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
             ignored = await self._check_structure(body)
+            body = await self.with_pictures(call, body)
             also = len(body.sampling.prediction)
-            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words
+            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
             sizes = [len(prompt.token_ids) for prompt in prepared]
@@ -287,6 +293,8 @@ class Service:
             if permit.allowance is not None:
                 longest = sum(prompt.sampling.longest_output for prompt in prepared) * places // len(prepared)
                 permit.allowance.charge_tokens(permit.tokens if num_waiting is None else sum(sizes), longest)
+            if prepared[0].pictures:
+                prepared = [await self._pixels.decoded(prepared[0], self._tenant(call, body), known.info)]
             return _Admitted(permit, prepared, ignored, service_level, quote, self._adapter(body))
         except BaseException:
             permit.release()
@@ -399,17 +407,35 @@ class Service:
             return do()
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
+    def check_prompt(self, body: ParsedBody) -> int:
+        """About how many characters it has. Raises InvalidRequest for what is too much, or nothing for this model."""
+        facts, sees = self._loaded().facts, self.model.pictures is not None
+        return check_prompt(body, facts.max_model_len, self.settings.limits, sees=sees)
+
+    def sees(self, body: ParsedBody) -> bool:
+        """Whether a conversation has pictures for a model that takes them."""
+        return self.model.pictures is not None and has_pictures(body.messages or ())
+
+    async def with_pictures(self, call: Call, body: ParsedBody) -> ParsedBody:
+        """The conversation with its pictures at hand: those that are links or files are read."""
+        if not self.sees(body):
+            return body
+        assert self.model.pictures is not None and body.messages is not None
+        messages, found = take_pictures(body.messages, most=self.model.pictures.limit)
+        await self.media_sources.read(found, call)
+        return replace(body, messages=messages)
+
     def prompt_ids(self, body: ParsedBody) -> list[int]:
         """The tokens of a conversation, for callers that only count them."""
-        return self._render(body)[1]
+        return self._render(body).ids
 
-    def _render(self, body: ParsedBody) -> tuple[ChatRequest, list[int]]:
+    def _render(self, body: ParsedBody) -> RenderedChat:
         structure = body.sampling.structured_outputs
         return self._chat.render(body.messages or (), structure=structure, **body.template)
 
     # -- from a body to the engine -------------------------------------------------------------------------
 
-    def _loaded(self) -> _Known:
+    def _loaded(self) -> _LoadedModel:
         info, model, settings = self.client.info, self.model, self.settings
         if self._known is None or self._known.info is not info:
             longest = info.max_model_len
@@ -418,7 +444,7 @@ class Service:
                 model.tokenizer, vocab_size=info.vocab_size, max_model_len=longest, seed=model.seed
             )
             inputs = InputReader(model.pooled, reader, longest)
-            self._known = _Known(info=info, facts=facts, reader=reader, inputs=inputs)
+            self._known = _LoadedModel(info=info, facts=facts, reader=reader, inputs=inputs)
             capacity = self.admission.capacity
             capacity.places = info.max_num_seqs + settings.max_queue
             capacity.queued_tokens = settings.max_queued_tokens or max(
@@ -462,7 +488,7 @@ class Service:
             self.client, call.caller, service_class, self.admission.places_taken, body.max_price
         )
 
-    def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _Known) -> None:
+    def _check_tokens(self, call: Call, body: ParsedBody, size: int, known: _LoadedModel) -> None:
         """Refuse what its key has no tokens for even if its text makes as few tokens as texts do."""
         if call.allowance is None:
             return
@@ -491,12 +517,12 @@ class Service:
         except InvalidRequest as error:
             raise with_tool_named(error, structure, body.tools) from None
 
-    def _prepare(self, body: ParsedBody, known: _Known) -> list[PreparedRequest]:
+    def _prepare(self, body: ParsedBody, known: _LoadedModel) -> list[PreparedRequest]:
         most = known.facts.max_model_len
         if body.messages is not None:
-            chat, ids = self._render(body)
-            _check_length(ids, most, "messages")
-            return [prepared_chat(known.reader, chat, ids, body.sampling)]
+            rendered = self._render(body)
+            _check_length(rendered.ids, most, "messages")
+            return [prepared_chat(known.reader, rendered, body.sampling)]
         if body.sampling.pooling is not None:
             return prepare_inputs(body, known.inputs)
         texts = [
@@ -522,6 +548,9 @@ class Service:
             sampling = prompt.sampling
             if call.caller.cache_share < 1.0:
                 sampling = replace(sampling, cache_share=call.caller.cache_share)
+            if body.contexts and not body.blends and sampling.pin is None and not body.cache_salt:
+                pin = self.contexts.pin(body.contexts, body.model, prompt.token_ids)
+                sampling = replace(sampling, pin=pin)
             return self.client.submit(
                 prompt.token_ids,
                 sampling,
@@ -530,6 +559,7 @@ class Service:
                 timeout_s=self._timeout_s(call),
                 tree=body.tree,
                 adapter=adapter,
+                parts=prompt.parts._replace(is_module=body.is_module),
             )
 
         note = partial(
@@ -546,7 +576,7 @@ class Service:
             return feed(prepared, submit, found)
         try:
             for prompt in prepared:
-                started.append((prompt, submit(prompt)))
+                started.append((prompt.lean(), submit(prompt)))
         except BaseException:
             for _, stream in started:
                 stream.close()

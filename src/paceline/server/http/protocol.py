@@ -304,7 +304,7 @@ def guarded_protocol(
     limits: ServerConfig, counts: ConnectionCounts, large_bodies: Mapping[bytes, int] | None = None
 ) -> type[GuardedProtocol]:
     """The protocol class of a listener with these limits."""
-    own = {"limits": limits, "counts": counts, "large_bodies": large_bodies or {}}
+    own = {"limits": limits, "counts": counts, "large_bodies": {} if large_bodies is None else large_bodies}
     return type("Connection", (GuardedProtocol,), own)
 
 

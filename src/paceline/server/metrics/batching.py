@@ -176,6 +176,7 @@ class BatchingMetrics:
         ended = {name: stats.counters.structures.get(name, 0) for name in STRUCTURE_OUTCOMES}
         yield make.counter_by("outcome", "structured_requests", text, ended)
         yield from level_families(stats, info, make)
+        yield from media_families(stats, make)
         steps = Histogram([float(bound) for bound in STEP_TOKEN_BOUNDS])
         steps.counts = list(stats.counters.steps_by_tokens)
         steps.total = stats.counters.computed_tokens
@@ -287,6 +288,33 @@ def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
     )
 
 
+def media_families(stats: EngineStats, make: Families) -> Iterator[Metric]:
+    """What becomes of pictures: vectors that were there, encoding in steps, pages, waiting for vectors."""
+    counters = stats.counters
+    text = "Pictures that requests came to, and whose vectors were in memory or had to be computed."
+    yield make.counter("mm_cache_queries", text, counters.media_queries)
+    text = "Pictures that requests came to, and whose vectors were in memory."
+    yield make.counter("mm_cache_hits", text, counters.media_hits)
+    yield make.counter("encoded_pictures", "Pictures that were encoded.", counters.encoded)
+    yield make.counter("encoded_units", "Patches of pictures that were encoded.", counters.encoded_units)
+    text = "Positions of the lines of encoders, computed in steps: two for each layer and patch."
+    yield make.counter("encode_positions", text, counters.encode_positions)
+    share = 0.0
+    if counters.encode_as_tokens:
+        share = counters.encode_as_tokens / (counters.encode_as_tokens + counters.computed_tokens)
+    text = "Share of all steps that encoding pictures took, at the price that rows pay for it."
+    yield make.gauge("encode_step_share", text, share)
+    yield make.counter("encode_waits", "Times that a prompt waited for vectors.", counters.encode_waits)
+    yield make.counter("encode_wait_seconds", "Time that prompts waited for vectors.", counters.encode_wait_s)
+    text = "Tokens of contexts whose KV was copied to their place in prompts."
+    yield make.counter("reused_tokens", text, counters.reused_tokens)
+    text = "Tokens at the beginnings of placed contexts, computed again where they stand."
+    yield make.counter("reused_tokens_recomputed", text, counters.recomputed_tokens)
+    text = "Pages of vectors of pictures: held by requests, kept for later ones, and all there are."
+    pages: dict[tuple[str, ...], float] = {(state,): n for state, n in stats.media._asdict().items()}
+    yield make.gauge_by("encoding_pages", text, pages, "state")
+
+
 LOADS = (Rule.LOADS, Rule.COMPUTES, Rule.LOADING, Rule.MAKING_ROOM, Rule.LOAD_FAILED)
 WAYS = tuple(f"{level}_{way}" for level in LEVELS[1:] for way in ("out", "in"))
 
@@ -309,6 +337,17 @@ def level_families(stats: EngineStats, info: EngineInfo | None, make: Families) 
         text = "Slabs of the memory that models share: of this model's KV, weights and adapters, and all there are."
         slabs: dict[tuple[str, ...], float] = {(use,): n for use, n in stats.slabs._asdict().items()}
         yield make.gauge_by("memory_slabs", text, slabs, "use")
+    pins = stats.pins
+    text = "KV blocks that pins hold, that one key may pin, and that all may pin."
+    pinned: dict[tuple[str, ...], float] = {
+        ("held",): pins.blocks,
+        ("most_of_key",): pins.most_of_key,
+        ("most",): pins.most,
+    }
+    yield make.gauge_by("kv_pinned_blocks", text, pinned, "state")
+    yield make.gauge("kv_pins", "Beginnings of prompts that are pinned in the cache.", pins.pins)
+    yield make.counter("kv_pinned", "Times that a prompt or a context was pinned.", counters.pinned)
+    yield make.counter("kv_pins_lost", "Pins that were lost before their time.", counters.pins_lost)
     device, host, disk = counters.found_tokens
     text = "Prompt tokens of admitted requests, by where they came from; local_cache_hit: the device."
     sources = {"local_compute": counters.prompt_tokens - counters.cached_tokens, "local_cache_hit": device}

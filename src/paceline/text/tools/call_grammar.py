@@ -34,7 +34,7 @@ def tool_structure(
 ) -> Structure:
     """The form of an answer with these tools; `answer`: what text must look like where no tool is called."""
     is_strict = any(tool.strict for tool in use.callable_tools)
-    lines = _Writer(row, use, control).lines(_answer_rule(answer))
+    lines = _CallWriter(row, use, control).lines(_answer_rule(answer))
     try:
         return Structure(kind="lark", source="\n".join(lines) + "\n", strict=is_strict)
     except GrammarTooComplex:
@@ -67,7 +67,7 @@ def _answer_rule(answer: Structure | None) -> str:
     )
 
 
-class _Writer:
+class _CallWriter:
     def __init__(self, row: ToolFormat, use: ToolUse, control: Mapping[str, int]) -> None:
         self._row = row
         self._use = use

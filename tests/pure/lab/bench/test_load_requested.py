@@ -179,3 +179,15 @@ def test_how_requests_came_is_told_as_it_was(tmp_path: Path) -> None:
     assert told(LoadPoint(max_concurrency=4)) == "closed"
     assert told(LoadPoint(), workload=str(trace)) == "recorded"
     assert told(LoadPoint(rate=2.0), arrivals="gamma:2") == "gamma:2"
+
+
+def test_pictures_are_parts_of_chats() -> None:
+    asked = requested_load(LoadOptions(images=2, image_size="64x32", num_prompts=4))
+    assert len(asked.sent.make(0).images) == 2
+    assert requested_load(LoadOptions(num_prompts=4)).sent.make(0).images == ()
+    for wrong, message in (
+        (LoadOptions(images=1, api="completions"), "leave out --api completions"),
+        (LoadOptions(images=1, image_size="64"), "WxH"),
+    ):
+        with pytest.raises(InputError, match=message):
+            requested_load(wrong)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from paceline.errors import InputError
 from paceline.lab.bench.load.prompt_source import (
     WORDS,
     BodyForm,
     LoadRequest,
+    PicturedSource,
     RandomSource,
+    TextSource,
     TraceSource,
     is_trace,
+    parse_size,
+    png,
     read_prompts,
 )
 from paceline.lab.workload.workload import Workload
@@ -158,3 +165,55 @@ def test_mistakes_in_files_name_the_place(content: str, says: str, tmp_path: Pat
     with pytest.raises(InputError, match="prompts") as caught:
         read_prompts(path)
     assert says in str(caught.value)
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------
+
+
+def pictured(*, count: int = 3, reuse: float = 0.0) -> PicturedSource:
+    return PicturedSource(RandomSource(), count=count, size=(70, 33), reuse=reuse, seed=1)
+
+
+def test_made_pictures_are_png_files_of_their_size() -> None:
+    content = png(70, 33, seed="one")
+    opened = Image.open(io.BytesIO(content))
+    opened.load()
+    assert (opened.format, opened.size, opened.mode) == ("PNG", (70, 33), "RGB")
+    assert len({opened.getpixel((x, y)) for x in range(0, 70, 16) for y in range(0, 33, 16)}) == 15
+    assert content == png(70, 33, seed="one") != png(70, 33, seed="two")
+
+
+def test_pictures_stand_before_the_text_of_a_chat() -> None:
+    source = pictured()
+    request = source.make(5)
+    body = json.loads(BodyForm(api="chat", model="m", ignore_eos=True).encode(request))
+    *pictures, text = body["messages"][0]["content"]
+    assert text == {"type": "text", "text": RandomSource().make(5).prompt}
+    assert [each["type"] for each in pictures] == ["image_url"] * 3
+    for each in pictures:
+        kind, _, content = each["image_url"]["url"].partition(",")
+        assert kind == "data:image/png;base64" and Image.open(io.BytesIO(base64.b64decode(content))).size == (
+            70,
+            33,
+        )
+    assert request == source.make(5) and source.name == "random 256x128, 3 pictures of 70x33"
+
+
+def test_a_share_of_pictures_is_sent_again() -> None:
+    sent = [image for index in range(200) for image in pictured(reuse=0.5).make(index).images]
+    assert len(sent) == 600 and len(set(sent)) / 600 == pytest.approx(0.5, abs=0.05)
+    assert len({image for index in range(50) for image in pictured(reuse=0.0).make(index).images}) == 150
+    assert len({image for index in range(50) for image in pictured(reuse=1.0).make(index).images}) == 8
+
+
+@pytest.mark.parametrize("text", ["512", "x512", "0x512", "512x99999", "5.5x4", "512x512x3", ""])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--image-size"):
+        parse_size(text)
+    assert parse_size("640x480") == (640, 480)
+
+
+def test_conversations_take_no_made_pictures() -> None:
+    chats = TextSource("chats", [LoadRequest(prompt=[{"role": "user", "content": "hello"}])])
+    with pytest.raises(InputError, match="prompts of text"):
+        PicturedSource(chats, count=1, size=(8, 8), reuse=0.0, seed=0).make(0)

@@ -19,7 +19,11 @@ from paceline.lab.sim.settings import HOST_STEP_S
 
 def test_every_option_of_the_scheduler_and_of_sim_has_a_flag() -> None:
     shown = {each.name for each in SIM.options}
-    for config, missing in ((SimOptions, set()), (SchedulerConfig, {"mode"}), (KVConfig, {"eviction"})):
+    for config, missing in (
+        (SimOptions, set()),
+        (SchedulerConfig, {"mode", "encode"}),
+        (KVConfig, {"eviction"}),
+    ):
         assert {spec.name for spec in options_of(config)} - shown == missing
     assert "depth" in shown
 

@@ -25,7 +25,8 @@ from paceline.lab.sim.replayer import replay
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.recording import Recording
-from tests.fakes import FakeRunner, Faults
+from tests.fake_faults import Faults
+from tests.fakes import FakeRunner
 from tests.pure.lab.sim.sim_helpers import make_workload, sim_config
 from tests.traffic import (
     CASE_FAULTS,

@@ -318,7 +318,10 @@ def test_a_long_value_is_cut_in_the_message(trace: TraceWriter) -> None:
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    assert refused(str(tmp_path)) == ": is a directory; name one file in it"
+    assert (
+        refused(str(tmp_path))
+        == ": is a directory; name one file in it, or give servegen:FOLDER for ServeGen clients"
+    )
 
 
 def test_an_unreadable_file_is_refused(trace: TraceWriter, monkeypatch: pytest.MonkeyPatch) -> None:

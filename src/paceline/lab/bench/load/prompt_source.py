@@ -7,10 +7,13 @@ counted is what the results say. Request n is the same whenever it is made: numb
 
 from __future__ import annotations
 
+import base64
 import json
 import random
+import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +53,7 @@ class LoadRequest:
     num_output: int | None = None  # None: the server's own limit
     tenant: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)  # more of the body
+    images: tuple[str, ...] = ()  # as data: links, before a prompt of text
 
 
 class Source(Protocol):
@@ -138,6 +142,70 @@ class TextSource:
         return self._requests[index % len(self._requests)]
 
 
+# Pictures that are made up: PNG files of coloured squares, which are as large for a model as photographs, and small to
+# send. No library is needed for them.
+
+
+COMMON_IMAGES = 8  # that are sent again and again, where some are
+SQUARE = 16  # pixels a side
+MAX_SIDE = 16_384
+
+
+class PicturedSource:
+    """The requests of another source, with pictures before their text."""
+
+    def __init__(self, source: Source, *, count: int, size: tuple[int, int], reuse: float, seed: int) -> None:
+        self.name = f"{source.name}, {count} pictures of {size[0]}x{size[1]}"
+        self.source = source
+        self._count, self._size, self._reuse, self._seed = count, size, reuse, seed
+        self._common: dict[int, str] = {}  # those that are sent again
+
+    def make(self, index: int) -> LoadRequest:
+        request = self.source.make(index)
+        if not isinstance(request.prompt, str):
+            raise InputError("--images stand before prompts of text; this file holds conversations")
+        draw = random.Random(f"{self._seed} {index} pictures")
+        images = tuple(self._image(draw, f"{index} {number}") for number in range(self._count))
+        return replace(request, images=images)
+
+    def _image(self, draw: random.Random, name: str) -> str:
+        if draw.random() >= self._reuse:
+            return self._link(name)
+        common = draw.randrange(COMMON_IMAGES)
+        if common not in self._common:
+            self._common[common] = self._link(f"common {common}")
+        return self._common[common]
+
+    def _link(self, name: str) -> str:
+        content = png(*self._size, seed=f"{self._seed} {name}")
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def png(width: int, height: int, *, seed: str) -> bytes:
+    """A picture of squares whose colours follow from the seed."""
+    draw, rows = random.Random(seed), bytearray()
+    for top in range(0, height, SQUARE):
+        colours = (draw.randbytes(3) * SQUARE for _ in range(0, width, SQUARE))
+        line = b"\0" + b"".join(colours)[: 3 * width]  # the byte before it: not filtered
+        rows += line * min(SQUARE, height - top)
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)  # 8 bits each of red, green and blue
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(rows), 1)), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if width.isdecimal() and height.isdecimal() and len(text) < 12:
+        size = int(width), int(height)
+        if all(1 <= side <= MAX_SIDE for side in size):
+            return size
+    raise InputError(f"--image-size '{text}' is not understood; give WxH in pixels, such as 512x512")
+
+
 def words(seed: str, count: int) -> list[str]:
     return random.Random(seed).choices(WORDS, k=count) if count else []
 
@@ -178,6 +246,11 @@ class BodyForm:
     def _prompt(self, request: LoadRequest) -> dict[str, Any]:
         prompt = request.prompt
         if self.api == CHAT:
+            if request.images:
+                parts: list[Any] = [
+                    {"type": "image_url", "image_url": {"url": each}} for each in request.images
+                ]
+                return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]}
             return {"messages": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
         if not isinstance(prompt, str):
             prompt = "\n".join(str(message.get("content", "")) for message in prompt)

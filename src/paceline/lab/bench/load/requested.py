@@ -21,12 +21,15 @@ from paceline.lab.bench.bench_options import DEFAULT_OUTPUT, DEFAULT_REQUESTS, L
 from paceline.lab.bench.load.figures import METRICS
 from paceline.lab.bench.load.generator import LoadPlan
 from paceline.lab.bench.load.prompt_source import (
+    CHAT,
     BodyForm,
+    PicturedSource,
     RandomSource,
     Source,
     TextSource,
     TraceSource,
     is_trace,
+    parse_size,
     read_prompts,
 )
 from paceline.lab.workload import Workload, load_workload
@@ -142,6 +145,20 @@ class RequestedLoad:
         )
 
     @property
+    def sent(self) -> Source:
+        """The requests as they are sent: with pictures, where there are any."""
+        options = self.options
+        if not options.images:
+            return self.source
+        return PicturedSource(
+            self.source,
+            count=options.images,
+            size=parse_size(options.image_size),
+            reuse=options.image_reuse,
+            seed=options.seed,
+        )
+
+    @property
     def recorded_s(self) -> Floats | None:
         """Arrivals of a trace."""
         return self.source.workload.arrival_s if isinstance(self.source, TraceSource) else None
@@ -206,6 +223,10 @@ def requested_load(options: LoadOptions) -> RequestedLoad:
     source, num_there = _source(options)
     if isinstance(source, TraceSource):
         _check_tenants(source.workload, keys)
+    if options.images:
+        parse_size(options.image_size)
+        if options.api != CHAT:
+            raise InputError(f"--images are parts of chat messages; leave out --api {options.api}")
     ends_early = isinstance(source, TextSource)  # its answers have no length to keep to
     return RequestedLoad(
         options=options,

@@ -298,31 +298,32 @@ def _unpack_kernel(
 
 
 def group_numbers(values: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 [columns, inner] as (numbers, scales, offsets): of a few widths of a group's range the one that comes
-    closest in squared error. Scales and offsets [columns, groups] are numbers of `dtype`."""
+    """float32 [columns, inner] as (numbers, scales, offsets): what a group's sixteen numbers cover is cut at each end
+    as far as brings them closest in squared error. Scales and offsets [columns, groups] are numbers of `dtype`."""
     columns = len(values)
     grouped = values.view(columns, -1, group)
-    low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
-    middle, reach = (low + high) / 2, (high - low) / 2
-    best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    for width in _WIDTHS:
-        scale = (reach * (2 * width / 15)).clamp_min(1e-10).to(dtype).float()
-        offset = (middle - reach * width).to(dtype).float()
+    whole = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
+    reach = whole[1] - whole[0]
+
+    def covering(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+        """The error, and what it is made with."""
+        scale = ((high - low) / 15).clamp_min(1e-10).to(dtype).float()
+        offset = low.to(dtype).float()
         q = ((grouped - offset) / scale).round_().clamp_(0, 15)
         error = (q * scale + offset - grouped).square_().sum(dim=-1, keepdim=True)
-        if best is None:
-            best = (error, q, scale, offset)
-            continue
-        closer = error < best[0]
-        best = (
-            torch.where(closer, error, best[0]),
-            torch.where(closer, q, best[1]),
-            torch.where(closer, scale, best[2]),
-            torch.where(closer, offset, best[3]),
-        )
-    assert best is not None
-    _, q, scale, offset = best
+        return error, q, scale, offset, low, high
+
+    best = covering(*whole)
+    for is_high in (True, False):
+        low, high = best[4:]
+        for cut in _CUTS:
+            found = (
+                covering(low, whole[1] - cut * reach) if is_high else covering(whole[0] + cut * reach, high)
+            )
+            closer = found[0] < best[0]
+            best = tuple(torch.where(closer, new, old) for new, old in zip(found, best, strict=True))
+    _, q, scale, offset = best[:4]
     return q.to(torch.uint8).view(values.shape), scale[..., 0].to(dtype), offset[..., 0].to(dtype)
 
 
-_WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that its sixteen numbers cover
+_CUTS = (0.025, 0.05, 0.075, 0.1)  # of a group's range

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.runner.native.kernels.emit import LANES, WIDTH, kernel
+from paceline.runner.native.kernels.emit import LANES, WIDTH, apart, kernel
 from paceline.runner.native.kernels.rowwise import exp
 from paceline.runner.native.kernels.scalars import get_int
 from paceline.runner.native.kernels.simd import (
@@ -26,6 +26,7 @@ from paceline.runner.native.kernels.simd import (
     store_rows,
     sub,
     sum_of,
+    zeros,
 )
 from paceline.runner.native.layout import SUB_BLOCK
 
@@ -34,6 +35,7 @@ ZERO, ONE = _F(0), _F(1)
 # Where a vector is one register, there are registers for the sums of four vectors beside each other: a sum waits for
 # its last product, and four of them leave the units idle. The order within each sum is the same.
 HAS_ROOM = WIDTH == LANES
+CHUNK = 4  # sub-blocks
 
 
 @kernel
@@ -54,24 +56,9 @@ def attend(zero, queries, begins, ends, table, subs, kv, block_bytes, dim, score
         low = min(low, get_int(begins + 8 * row))
         high = max(high, get_int(ends + 8 * row))
     begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
-    block = begin
-    if HAS_ROOM:
-        while block + 4 <= stop:
-            at = scores + 64 * (block - begin)
-            _four_scores(zero, queries, table, block, subs, kv, block_bytes, dim, at, step)
-            block += 4
-    while block < stop:
-        keys = block_at(table, block, subs, kv, block_bytes)
-        sums = zero
-        at = queries
-        for _ in range(dim // 4):
-            first, second = load_floats(keys), load_floats(keys + 64)
-            third, fourth = load_floats(keys + 128), load_floats(keys + 192)
-            sums = fma_quads(sums, first, second, third, fourth, at, dim * 4)
-            keys += 256
-            at += 16
-        store_rows(sums, scores + 64 * (block - begin), step)
-        block += 1
+    for block in range(begin, stop, CHUNK):
+        end, at = min(block + CHUNK, stop), scores + 64 * (block - begin)
+        _scores(zero, queries, table, block, end, subs, kv, block_bytes, dim, at, step)
     for row in range(rows):
         softmax(scores + row * step, get_int(begins + 8 * row), get_int(ends + 8 * row), begin, stop)
     for d in range(0, dim * 4, 64):
@@ -82,30 +69,96 @@ def attend(zero, queries, begins, ends, table, subs, kv, block_bytes, dim, score
         # What no query may see is not read: it may hold anything.
         start = max(0, low - SUB_BLOCK * block)
         count = min(SUB_BLOCK, high - SUB_BLOCK * block)
-        done = 0
-        if HAS_ROOM:
-            while done + 256 <= dim * 4:
-                value, weight = values + done + start * dim * 4, weights + 4 * start
-                _add_four(zero, value, weight, step, count - start, dim, out + done)
-                done += 256
-            if done + 128 <= dim * 4:
-                value, weight = values + done + start * dim * 4, weights + 4 * start
-                _add_two(zero, value, weight, step, count - start, dim, out + done)
-                done += 128
-        for d in range(done, dim * 4, 64):
-            sums = load_rows(zero, out + d, dim * 4)
-            value, weight = values + d + start * dim * 4, weights + 4 * start
-            for _ in range((count - start) // 4):
-                first, second = load_floats(value), load_floats(value + dim * 4)
-                third, fourth = load_floats(value + dim * 8), load_floats(value + dim * 12)
-                sums = fma_quads(sums, first, second, third, fourth, weight, step)
-                value += dim * 16
-                weight += 16
-            for _ in range((count - start) % 4):
-                sums = fma_rows(sums, load_floats(value), weight, step)
-                value += dim * 4
-                weight += 4
-            store_rows(sums, out + d, dim * 4)
+        _add_values(zero, values, weights, step, start, count, dim, out)
+
+
+@apart
+def attend_tile(rows, queries, begins, ends, table, subs, kv, block_bytes, dim, scores, step, out):
+    """`attend` for any number of query vectors, with the same bits: four by four, and all of them a chunk of keys or
+    values at a time, which stays near meanwhile."""
+    low, high = get_int(begins), get_int(ends)
+    for row in range(1, rows):
+        low = min(low, get_int(begins + 8 * row))
+        high = max(high, get_int(ends + 8 * row))
+    begin, stop = low // SUB_BLOCK, (high + SUB_BLOCK - 1) // SUB_BLOCK
+    for block in range(begin, stop, CHUNK):
+        end = min(block + CHUNK, stop)
+        for row in range(0, rows, 4):
+            q, at, left = queries + row * dim * 4, scores + row * step + 64 * (block - begin), rows - row
+            if left >= 4:
+                _scores(zeros(4), q, table, block, end, subs, kv, block_bytes, dim, at, step)
+            elif left == 3:
+                _scores(zeros(3), q, table, block, end, subs, kv, block_bytes, dim, at, step)
+            elif left == 2:
+                _scores(zeros(2), q, table, block, end, subs, kv, block_bytes, dim, at, step)
+            else:
+                _scores(zeros(1), q, table, block, end, subs, kv, block_bytes, dim, at, step)
+    for row in range(rows):
+        softmax(scores + row * step, get_int(begins + 8 * row), get_int(ends + 8 * row), begin, stop)
+        for d in range(0, dim * 4, 64):
+            store_floats(out + row * dim * 4 + d, splat(ZERO))
+    for block in range(begin, stop):
+        values = block_at(table, block, subs, kv, block_bytes) + dim * 64
+        start = max(0, low - SUB_BLOCK * block)
+        count = min(SUB_BLOCK, high - SUB_BLOCK * block)
+        for row in range(0, rows, 4):
+            weights, to, left = scores + row * step + 64 * (block - begin), out + row * dim * 4, rows - row
+            if left >= 4:
+                _add_values(zeros(4), values, weights, step, start, count, dim, to)
+            elif left == 3:
+                _add_values(zeros(3), values, weights, step, start, count, dim, to)
+            elif left == 2:
+                _add_values(zeros(2), values, weights, step, start, count, dim, to)
+            else:
+                _add_values(zeros(1), values, weights, step, start, count, dim, to)
+
+
+@kernel
+def _scores(zero, queries, table, block, end, subs, kv, block_bytes, dim, scores, step):
+    """Of up to four sub-blocks."""
+    if HAS_ROOM and block + CHUNK <= end:
+        _four_scores(zero, queries, table, block, subs, kv, block_bytes, dim, scores, step)
+        return
+    for number in range(block, end):
+        keys = block_at(table, number, subs, kv, block_bytes)
+        sums = zero
+        at = queries
+        for _ in range(dim // 4):
+            first, second = load_floats(keys), load_floats(keys + 64)
+            third, fourth = load_floats(keys + 128), load_floats(keys + 192)
+            sums = fma_quads(sums, first, second, third, fourth, at, dim * 4)
+            keys += 256
+            at += 16
+        store_rows(sums, scores + 64 * (number - block), step)
+
+
+@kernel
+def _add_values(zero, values, weights, step, start, count, dim, out):
+    """Of tokens `start` to `count` of a sub-block, by their weights."""
+    done = 0
+    if HAS_ROOM:
+        while done + 256 <= dim * 4:
+            value, weight = values + done + start * dim * 4, weights + 4 * start
+            _add_four(zero, value, weight, step, count - start, dim, out + done)
+            done += 256
+        if done + 128 <= dim * 4:
+            value, weight = values + done + start * dim * 4, weights + 4 * start
+            _add_two(zero, value, weight, step, count - start, dim, out + done)
+            done += 128
+    for d in range(done, dim * 4, 64):
+        sums = load_rows(zero, out + d, dim * 4)
+        value, weight = values + d + start * dim * 4, weights + 4 * start
+        for _ in range((count - start) // 4):
+            first, second = load_floats(value), load_floats(value + dim * 4)
+            third, fourth = load_floats(value + dim * 8), load_floats(value + dim * 12)
+            sums = fma_quads(sums, first, second, third, fourth, weight, step)
+            value += dim * 16
+            weight += 16
+        for _ in range((count - start) % 4):
+            sums = fma_rows(sums, load_floats(value), weight, step)
+            value += dim * 4
+            weight += 4
+        store_rows(sums, out + d, dim * 4)
 
 
 @kernel

@@ -1,4 +1,5 @@
-"""What a layer of an encoder does differently: norms take the mean off, inner layers have biases and may lack a gate.
+"""What an encoder does differently: norms take the mean off, inner layers have biases and may lack a gate; products of
+many rows go by blocks; the states that vectors of pictures are made of.
 
 Norms stand before the parts of a layer or behind them. Behind them, what is normed is the residual itself: then both
 have one address, and nothing here knows the difference.
@@ -9,9 +10,18 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.runner.native import layout as at
+from paceline.runner.native.kernels.attention import attend_tile
 from paceline.runner.native.kernels.emit import kernel
-from paceline.runner.native.kernels.products import panel
-from paceline.runner.native.kernels.rowwise import ONE, ZERO, activate, add_row, mean_square, quantise_row
+from paceline.runner.native.kernels.products import panel, panel_pair
+from paceline.runner.native.kernels.rowwise import (
+    ONE,
+    ZERO,
+    activate,
+    add_row,
+    mean_square,
+    norm,
+    quantise_row,
+)
 from paceline.runner.native.kernels.scalars import float_of_bits, get_int, put_int, square_root
 from paceline.runner.native.kernels.simd import (
     add,
@@ -52,6 +62,19 @@ def center(source, count, weight, bias, eps, to):
 
 
 @kernel
+def _normed(p, source, count, weight, bias, to):
+    """By the norm of this encoder; `weight` 0: as it is."""
+    eps = float_of_bits(get_int(p + at.S_NORM_EPS))
+    if weight == 0:
+        if to != source:
+            copy_row(source, count, to)
+    elif get_int(p + at.S_IS_RMS) != 0:
+        norm(source, count, weight, eps, to)
+    else:
+        center(source, count, weight, bias, eps, to)
+
+
+@kernel
 def embed_texts(p):
     """A token's vector and that of its place, normed: the residual."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
@@ -76,7 +99,7 @@ def embed_texts(p):
 def center_rows(p, weight, norm_bias, bias, has_delta, is_last):
     """The residual takes in the last product; its norm is the next one's input. `weight` 0: it is taken as it is."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
-    eps, width = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_INPUT_BYTES)
+    width = get_int(p + at.S_INPUT_BYTES)
     while True:
         row = take(sync, 1)
         if row >= count:
@@ -87,10 +110,7 @@ def center_rows(p, weight, norm_bias, bias, has_delta, is_last):
             add_row(residual, get_int(p + at.S_DELTA) + row * hidden * 4, hidden)
             if bias != 0:
                 add_row(residual, bias, hidden)
-        if weight != 0:
-            center(residual, hidden, weight, norm_bias, eps, to)
-        elif to != residual:
-            copy_row(residual, hidden, to)
+        _normed(p, residual, hidden, weight, norm_bias, to)
         if is_last:
             square = mean_square(to, hidden)
             put_int(get_int(p + at.S_FINITE) + 8 * row, 1 if square - square == ZERO else 0)
@@ -100,7 +120,53 @@ def center_rows(p, weight, norm_bias, bias, has_delta, is_last):
 
 
 @kernel
-def inner_rows(p, layer, scratch, unpacked):
+def attend_units(p, layer, scratch):
+    """A tile of queries and a head of an encoder, which sees in both directions. Head by head: keys and values of one
+    stay near. `scratch`: bounds, results and scores of all queries of a tile."""
+    sync, heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_HEADS), get_int(p + at.S_HEAD_DIM)
+    count, tiles, ends = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_NUM_TILES), get_int(p + at.S_ENDS)
+    reach, positions = get_int(layer + at.L_REACH), get_int(p + at.S_POSITIONS)
+    block_bytes, step = get_int(layer + at.L_BLOCK_BYTES), get_int(p + at.S_SCORES_STEP)
+    first, end, out = scratch, scratch + 8 * at.MOST_QUERY_TOKENS, scratch + 16 * at.MOST_QUERY_TOKENS
+    scores = out + at.MOST_QUERY_TOKENS * dim * 4
+    while True:
+        piece = take(sync, 1)
+        if piece >= tiles * heads:
+            break
+        head, tile = piece // tiles, get_int(p + at.S_TILES) + piece % tiles * at.QUERY_TILE_BYTES
+        token, rows = get_int(tile + at.T_FIRST), get_int(tile + at.T_COUNT)
+        table = get_int(layer + at.L_TABLE) + get_int(tile + at.T_ROW) * 8
+        kv = get_int(layer + at.L_KV) + head * (block_bytes // heads)
+        for row in range(rows):
+            begin, stop = 0, get_int(ends + 8 * (token + row))
+            if reach > 0:
+                place = get_int(positions + 8 * (token + row))
+                begin, stop = max(0, place - reach), min(stop, place + reach + 1)
+            put_int(first + 8 * row, begin)
+            put_int(end + 8 * row, stop)
+        q = get_int(p + at.S_QUERIES) + (head * count + token) * dim * 4
+        attend_tile(rows, q, first, end, table, 1, kv, block_bytes, dim, scores, step, out)
+        for row in range(rows):
+            place_result(p, token + row, head, out + row * dim * 4)
+
+
+@kernel
+def place_result(p, token, head, values):
+    """What one head of a token found: an input of the output product."""
+    dim = get_int(p + at.S_HEAD_DIM)
+    width = get_int(p + at.S_HEADS) * dim
+    input_bytes = get_int(p + at.S_INPUT_BYTES)
+    if input_bytes:
+        x, scales = get_int(p + at.S_ATTENDED_Q), get_int(p + at.S_ATTENDED_SCALES)
+        quantise_row(values, token, width, head * dim, dim, x, scales, input_bytes)
+    if get_int(p + at.S_ADAPTED) != 0 or not input_bytes:
+        to = get_int(p + at.S_ATTENDED) + (token * width + head * dim) * 4
+        for offset in range(0, dim * 4, 64):
+            store_floats(to + offset, load_floats(values + offset))
+
+
+@kernel
+def inner_rows(p, layer, scratch):
     """32 columns of activation(product + bias) of a block of rows: an input of the product down."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     inner, blocks = get_int(p + at.S_INNER), (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
@@ -119,12 +185,11 @@ def inner_rows(p, layer, scratch, unpacked):
         x = get_int(p + at.S_NORMED) + start * hidden * 4
         quantised = get_int(p + at.S_NORMED_Q) + start * hidden * width
         scales = get_int(p + at.S_NORMED_SCALES) + start * (hidden // 32) * at.INPUT_SCALES
+        panel_pair(kind, w, 2 * pair, x, quantised, scales, rows, hidden, scratch, 128)
         for half in range(2):
-            number, values = pair * 2 + half, scratch + 64 * half
-            panel(kind, w, number, x, quantised, scales, rows, hidden, values, 128, unpacked)
-            shift = splat(ZERO)
+            values, shift = scratch + 64 * half, splat(ZERO)
             if bias != 0:
-                shift = load_floats(bias + 64 * number)
+                shift = load_floats(bias + 64 * (2 * pair + half))
             for row in range(rows):
                 value = activate(activation, add(load_floats(values + 128 * row), shift), splat(ONE))
                 store_floats(values + 128 * row, value)
@@ -135,3 +200,55 @@ def inner_rows(p, layer, scratch, unpacked):
                 quantise_row(source, start + row, inner, pair * 32, 32, to, to_scales, width)
             else:
                 copy_row(source, 32, get_int(p + at.S_GATED) + ((start + row) * inner + pair * 32) * 4)
+
+
+@kernel
+def block_product(p, kind, w, x, quantised, scales, inputs, outputs):
+    """delta = a product of some inputs, a panel and a block of rows at a time: a block stays near while its panels go
+    by."""
+    sync, count = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS)
+    delta, width, pairs = get_int(p + at.S_DELTA), get_int(p + at.S_INPUT_BYTES), (outputs + 31) // 32
+    blocks = (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
+    while True:
+        piece = take(sync, 1)
+        if piece >= pairs * blocks:
+            break
+        number, start = 2 * (piece % pairs), piece // pairs * at.ROW_BLOCK
+        rows, first = min(at.ROW_BLOCK, count - start), x + start * inputs * 4
+        q, scale = quantised + start * inputs * width, scales + start * (inputs // 32) * at.INPUT_SCALES
+        out = delta + (start * outputs + at.COLUMNS * number) * 4
+        if (number + 1) * at.COLUMNS < outputs:
+            panel_pair(kind, w, number, first, q, scale, rows, inputs, out, outputs * 4)
+        else:
+            panel(kind, w, number, first, q, scale, rows, inputs, out, outputs * 4, 0)
+
+
+@kernel
+def take_in(p, bias):
+    """The residual takes in a product, and nothing else."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    while True:
+        row = take(sync, 1)
+        if row >= count:
+            break
+        residual = get_int(p + at.S_RESIDUAL) + row * hidden * 4
+        add_row(residual, get_int(p + at.S_DELTA) + row * hidden * 4, hidden)
+        if bias != 0:
+            add_row(residual, bias, hidden)
+
+
+@kernel
+def choose_states(p):
+    """The states of chosen units, normed, one behind the other."""
+    sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
+    weight, bias = get_int(p + at.S_LAST_NORM), get_int(p + at.S_LAST_NORM_BIAS)
+    while True:
+        row = take(sync, 1)
+        if row >= count:
+            break
+        unit = get_int(get_int(p + at.S_CHOSEN_UNITS) + 8 * row)
+        source, to = (
+            get_int(p + at.S_RESIDUAL) + unit * hidden * 4,
+            get_int(p + at.S_NORMED) + row * hidden * 4,
+        )
+        _normed(p, source, hidden, weight, bias, to)

@@ -21,6 +21,7 @@ from paceline.runner.native.kernels.dots import (
 from paceline.runner.native.kernels.emit import LANES, PARTS, WIDTH, apart, kernel
 from paceline.runner.native.kernels.simd import (
     fma_quads,
+    fma_rows,
     high_nibbles,
     load_brains,
     load_bytes,
@@ -221,9 +222,8 @@ def _dense_panel(kind, w, x, rows, inputs, out, step):
         store_rows(dense_tile(zeros(1), kind, w, x, inputs, x_step), out, step)
 
 
-@apart
-def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked):
-    """Sixteen columns of every row, to `out`, a row every `step` bytes. `x`: floats; `quantised`: the same in tiles."""
+@kernel
+def _panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked):
     if kind == Q4:
         _panel4(w + index * (inputs // 32) * 320, quantised, scales, rows, inputs, out, step, unpacked)
     elif kind == Q8:
@@ -234,3 +234,49 @@ def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacke
         _dense_panel(kind, w + index * inputs * 64, x, rows, inputs, out, step)
     else:
         _dense_panel(kind, w + index * inputs * 32, x, rows, inputs, out, step)
+
+
+@apart
+def panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked):
+    """Sixteen columns of every row, to `out`, a row every `step` bytes. `x`: floats; `quantised`: the same in tiles."""
+    _panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, unpacked)
+
+
+@kernel
+def _pair_tile(a, b, kind, w, inputs, x, x_step):
+    """Eight rows with two panels of 16 or 32 bits that lie one behind the other: each number of the rows is read once
+    for both, and there are twice as many sums to keep the units busy. The order within each sum is that of
+    `dense_tile`."""
+    if kind == F32:
+        v = w + inputs * 64
+        for index in range(inputs):
+            a = fma_rows(a, load_floats(w + 64 * index), x + 4 * index, x_step)
+            b = fma_rows(b, load_floats(v + 64 * index), x + 4 * index, x_step)
+    elif kind == BF16:
+        v = w + inputs * 32
+        for index in range(inputs):
+            a = fma_rows(a, load_brains(w + 32 * index), x + 4 * index, x_step)
+            b = fma_rows(b, load_brains(v + 32 * index), x + 4 * index, x_step)
+    elif kind == F16:
+        v = w + inputs * 32
+        for index in range(inputs):
+            a = fma_rows(a, load_halves(w + 32 * index), x + 4 * index, x_step)
+            b = fma_rows(b, load_halves(v + 32 * index), x + 4 * index, x_step)
+    return a, b
+
+
+@apart
+def panel_pair(kind, w, index, x, quantised, scales, rows, inputs, out, step):
+    """Thirty-two columns of every row: two panels that lie one behind the other, not of 4 bits."""
+    if HAS_ROOM and kind in (F32, BF16, F16):
+        first = w + index * inputs * (64 if kind == F32 else 32)
+        while rows >= 8:
+            a, b = _pair_tile(zeros(8), zeros(8), kind, first, inputs, x, inputs * 4)
+            store_rows(a, out, step)
+            store_rows(b, out + 64, step)
+            x += 32 * inputs
+            out += 8 * step
+            rows -= 8
+    if rows > 0:
+        _panel(kind, w, index, x, quantised, scales, rows, inputs, out, step, 0)
+        _panel(kind, w, index + 1, x, quantised, scales, rows, inputs, out + 64, step, 0)

@@ -3,7 +3,7 @@
     embed | rows heads attention output rows gated down | ... every layer ... | last logits draw
 
 Where rows have adapters, a phase before each product makes what they add to it (`adapters`). The layers of an encoder
-have their own order (`_encode`).
+have their own order (`_encode`), and those of an encoder of pictures are computed unit by unit (`_see`).
 
 `rows` adds what the phase before computed to the residual, norms it and quantises it; `heads` makes queries, keys and
 values of one head; `output` and `down` are products back to the model's width. Which thread takes which piece never
@@ -20,7 +20,17 @@ from paceline.runner.native.kernels.adapters import add_adapters, shrink_inputs
 from paceline.runner.native.kernels.byte_attention import attend_rows, keep_bytes
 from paceline.runner.native.kernels.draw import draw
 from paceline.runner.native.kernels.emit import apart, kernel
-from paceline.runner.native.kernels.encoder import center_rows, embed_texts, inner_rows
+from paceline.runner.native.kernels.encoder import (
+    attend_units,
+    block_product,
+    center_rows,
+    choose_states,
+    copy_row,
+    embed_texts,
+    inner_rows,
+    place_result,
+    take_in,
+)
 from paceline.runner.native.kernels.experts import feed_experts, gate_and_up
 from paceline.runner.native.kernels.products import panel
 from paceline.runner.native.kernels.rowwise import (
@@ -71,15 +81,21 @@ def _embed(p):
         get_int(p + at.S_EMBEDDING),
         get_int(p + at.S_TOKENS),
     )
-    scale = float_of_bits(get_int(p + at.S_EMBED_SCALE))
+    scale, seen = float_of_bits(get_int(p + at.S_EMBED_SCALE)), get_int(p + at.S_SEEN)
     while True:
         row = take(sync, 1)
         if row >= count:
             break
         to = get_int(p + at.S_RESIDUAL) + row * hidden * 4
-        embed(kind, table, get_int(tokens + 8 * row), hidden, to)
-        if scale != np.float32(1):
-            scale_row(to, scale, hidden)
+        vector = 0
+        if seen != 0:
+            vector = get_int(seen + 8 * row)
+        if vector != 0:
+            copy_row(vector, hidden, to)
+        else:
+            embed(kind, table, get_int(tokens + 8 * row), hidden, to)
+            if scale != np.float32(1):
+                scale_row(to, scale, hidden)
 
 
 @kernel
@@ -96,16 +112,28 @@ def _add_delta(p, row, after, bias, scratch):
 
 
 @kernel
-def _rows(p, weight, after, bias, has_delta, scratch):
-    """The residual takes in the last product; its norm is the next one's input."""
+def _add_deep(p, row, layers):
+    """Behind one of the first layers: residual += what a picture has for this place."""
+    hidden, vector = get_int(p + at.S_HIDDEN), get_int(get_int(p + at.S_SEEN) + 8 * row)
+    if vector != 0:
+        add_row(get_int(p + at.S_RESIDUAL) + row * hidden * 4, vector + layers * hidden * 4, hidden)
+
+
+@kernel
+def _rows(p, weight, after, bias, has_delta, layers, scratch):
+    """The residual takes in the last product; its norm is the next one's input. `layers`: that are behind it, where the
+    last of them ends here."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     eps, width = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_INPUT_BYTES)
+    is_deep = 0 < layers <= get_int(p + at.S_DEEP) and get_int(p + at.S_SEEN) != 0
     while True:
         row = take(sync, 1)
         if row >= count:
             break
         if has_delta:
             _add_delta(p, row, after, bias, scratch)
+        if is_deep:
+            _add_deep(p, row, layers)
         to = get_int(p + at.S_NORMED) + row * hidden * 4
         norm(get_int(p + at.S_RESIDUAL) + row * hidden * 4, hidden, weight, eps, to)
         if width:
@@ -114,17 +142,18 @@ def _rows(p, weight, after, bias, has_delta, scratch):
 
 
 @kernel
-def _heads(p, layer, scratch, unpacked):
-    """Product of one head for a block of rows; queries to their place, keys and values to the cache."""
+def _heads(p, layer, first, end, scratch, unpacked):
+    """Product of one head for a block of rows; queries to their place, keys and values to the cache. Of all of them,
+    in this order, those from `first` to `end`."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     heads, kv_heads, dim = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     blocks = (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
     is_adapted = get_int(p + at.S_ADAPTED) != 0
     while True:
         piece = take(sync, 1)
-        if piece >= (heads + 2 * kv_heads) * blocks:
+        if piece >= (end - first) * blocks:
             break
-        head, start = piece // blocks, piece % blocks * at.ROW_BLOCK
+        head, start = first + piece // blocks, piece % blocks * at.ROW_BLOCK
         rows = min(at.ROW_BLOCK, count - start)
         if head < heads:
             part, kind, w, index = at.PART_Q, get_int(layer + at.L_Q_KIND), get_int(layer + at.L_Q), head
@@ -198,7 +227,6 @@ def _attention(p, layer, scratch):
     sync, kv_heads, dim = get_int(p + at.S_SYNC), get_int(p + at.S_KV_HEADS), get_int(p + at.S_HEAD_DIM)
     count, group = get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HEADS) // kv_heads
     window, ends = get_int(layer + at.L_WINDOW), get_int(p + at.S_ENDS)
-    reach, positions = get_int(layer + at.L_REACH), get_int(p + at.S_POSITIONS)
     subs, block_bytes = get_int(layer + at.L_SUBS), get_int(layer + at.L_BLOCK_BYTES)
     first, end, out = scratch, scratch + 64, scratch + 128
     x, scores = scratch + 128 + 16 * dim, scratch + 128 + 24 * dim
@@ -217,9 +245,6 @@ def _attention(p, layer, scratch):
             for i in range(rows):
                 stop = get_int(ends + 8 * (token + (start + i) // group))
                 begin = max(0, stop - window) if window > 0 else 0
-                if reach > 0:  # in both directions
-                    place = get_int(positions + 8 * (token + (start + i) // group))
-                    begin, stop = max(0, place - reach), min(stop, place + reach + 1)
                 put_int(end + 8 * i, stop)
                 put_int(first + 8 * i, begin)
             q = get_int(p + at.S_QUERIES) + ((head * count + token) * group + start) * dim * 4
@@ -227,29 +252,14 @@ def _attention(p, layer, scratch):
                 rows, in_bytes, q, first, end, table, subs, kv, block_bytes, dim, scores, step, out, x
             )
             for i in range(rows):
-                _place_result(
+                place_result(
                     p, token + (start + i) // group, head * group + (start + i) % group, out + i * dim * 4
                 )
 
 
 @kernel
-def _place_result(p, token, head, values):
-    """What one head of a token found: an input of the output product."""
-    dim = get_int(p + at.S_HEAD_DIM)
-    width = get_int(p + at.S_HEADS) * dim
-    input_bytes = get_int(p + at.S_INPUT_BYTES)
-    if input_bytes:
-        x, scales = get_int(p + at.S_ATTENDED_Q), get_int(p + at.S_ATTENDED_SCALES)
-        quantise_row(values, token, width, head * dim, dim, x, scales, input_bytes)
-    if get_int(p + at.S_ADAPTED) != 0 or not input_bytes:
-        to = get_int(p + at.S_ATTENDED) + (token * width + head * dim) * 4
-        for offset in range(0, dim * 4, 64):
-            store_floats(to + offset, load_floats(values + offset))
-
-
-@kernel
 def _product(p, layer, part, kind, w, x, quantised, scales, inputs, unpacked):
-    """delta = a product back to the model's width, a panel and a block of rows at a time."""
+    """delta = a product back to the model's width, a panel at a time."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     delta, panels, is_adapted = (
         get_int(p + at.S_DELTA),
@@ -286,12 +296,16 @@ def _last(p, after, has_delta, scratch):
     """The residual of every row is complete: whether it is finite, and the norm of rows that are sampled."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     eps, sampled = float_of_bits(get_int(p + at.S_NORM_EPS)), get_int(p + at.S_SAMPLED)
+    layers = get_int(p + at.S_NUM_LAYERS)
+    is_deep = layers <= get_int(p + at.S_DEEP) and get_int(p + at.S_SEEN) != 0
     while True:
         row = take(sync, 1)
         if row >= count:
             break
         if has_delta:
             _add_delta(p, row, after, 0, scratch)
+            if is_deep:
+                _add_deep(p, row, layers)
         residual = get_int(p + at.S_RESIDUAL) + row * hidden * 4
         square = mean_square(residual, hidden)
         put_int(get_int(p + at.S_FINITE) + 8 * row, 1 if square - square == np.float32(0) else 0)
@@ -328,7 +342,7 @@ def _logits(p, unpacked):
 
 
 @kernel
-def _layer(p, layer, is_first, before, scratch, unpacked, laps):
+def _layer(p, layer, index, before, scratch, unpacked, laps):
     """One layer; `before` is the layer before it."""
     after, width = (
         get_int(before + at.L_NORM_AFTER_FEED_FORWARD),
@@ -339,11 +353,12 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
         get_int(p + at.S_HIDDEN),
         get_int(p + at.S_ADAPTED) != 0,
     )
-    _rows(p, get_int(layer + at.L_NORM_BEFORE_ATTENTION), after, 0, not is_first, scratch)
+    _rows(p, get_int(layer + at.L_NORM_BEFORE_ATTENTION), after, 0, index > 0, index, scratch)
     meet(p, laps, LAP_ROWS)
     if is_adapted:
         shrink_inputs(p, layer, at.PART_Q, 3, normed, hidden, laps)
-    _heads(p, layer, scratch, unpacked)
+    heads, kv_heads = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS)
+    _heads(p, layer, 0, heads + 2 * kv_heads, scratch, unpacked)
     meet(p, laps, LAP_HEADS)
     _attention(p, layer, scratch)
     meet(p, laps, LAP_ATTENTION)
@@ -358,7 +373,7 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
     _product(p, layer, at.PART_O, kind, w, x, quantised, scales, width, unpacked)
     meet(p, laps, LAP_PRODUCTS)
     after, bias = get_int(layer + at.L_NORM_AFTER_ATTENTION), get_int(layer + at.L_OUTPUT_BIAS)
-    _rows(p, get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD), after, bias, True, scratch)
+    _rows(p, get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD), after, bias, True, 0, scratch)
     meet(p, laps, LAP_ROWS)
     if get_int(layer + at.L_ROUTER) != 0:
         feed_experts(p, layer, scratch, unpacked, laps)
@@ -378,18 +393,8 @@ def _layer(p, layer, is_first, before, scratch, unpacked, laps):
 @kernel
 def _encode(p, scratch, unpacked, laps):
     """All layers of an encoder: texts in, normed states out."""
-    layers, count = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS)
-    width, bias = get_int(p + at.S_HEADS) * get_int(p + at.S_HEAD_DIM), 0
-    x, quantised, scales = (
-        get_int(p + at.S_ATTENDED),
-        get_int(p + at.S_ATTENDED_Q),
-        get_int(p + at.S_ATTENDED_SCALES),
-    )
-    gated, gated_q, gated_scales = (
-        get_int(p + at.S_GATED),
-        get_int(p + at.S_GATED_Q),
-        get_int(p + at.S_GATED_SCALES),
-    )
+    layers, count, heads = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS), get_int(p + at.S_HEADS)
+    bias = 0
     embed_texts(p)
     meet(p, laps, LAP_ROWS)
     for index in range(count):
@@ -400,30 +405,83 @@ def _encode(p, scratch, unpacked, laps):
         )
         center_rows(p, weight, shift, bias, index > 0, False)
         meet(p, laps, LAP_ROWS)
-        _heads(p, layer, scratch, unpacked)
+        _heads(p, layer, 0, 3 * heads, scratch, unpacked)
         meet(p, laps, LAP_HEADS)
-        _attention(p, layer, scratch)
-        meet(p, laps, LAP_ATTENTION)
-        kind, w = get_int(layer + at.L_OUTPUT_KIND), get_int(layer + at.L_OUTPUT)
-        _product(p, layer, at.PART_O, kind, w, x, quantised, scales, width, unpacked)
-        meet(p, laps, LAP_PRODUCTS)
-        weight, shift = (
-            get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD),
-            get_int(layer + at.L_NORM_BIAS_BEFORE_FEED_FORWARD),
-        )
-        center_rows(p, weight, shift, get_int(layer + at.L_OUTPUT_BIAS), True, False)
-        meet(p, laps, LAP_ROWS)
-        if get_int(layer + at.L_UP) != 0:
-            _gated(p, layer, scratch, unpacked)
-        else:
-            inner_rows(p, layer, scratch, unpacked)
-        meet(p, laps, LAP_GATED)
-        kind, w = get_int(layer + at.L_DOWN_KIND), get_int(layer + at.L_DOWN)
-        inner = get_int(p + at.S_INNER)
-        _product(p, layer, at.PART_DOWN, kind, w, gated, gated_q, gated_scales, inner, unpacked)
-        meet(p, laps, LAP_PRODUCTS)
+        _attend_and_feed(p, layer, scratch, unpacked, laps)
         bias = get_int(layer + at.L_DOWN_BIAS)
     center_rows(p, get_int(p + at.S_LAST_NORM), get_int(p + at.S_LAST_NORM_BIAS), bias, True, True)
+    meet(p, laps, LAP_ROWS)
+
+
+@kernel
+def _attend_and_feed(p, layer, scratch, unpacked, laps):
+    """What follows the heads in a layer of an encoder."""
+    attend_units(p, layer, scratch)
+    meet(p, laps, LAP_ATTENTION)
+    x, quantised, scales = (
+        get_int(p + at.S_ATTENDED),
+        get_int(p + at.S_ATTENDED_Q),
+        get_int(p + at.S_ATTENDED_SCALES),
+    )
+    width = get_int(p + at.S_HEADS) * get_int(p + at.S_HEAD_DIM)
+    kind, w = get_int(layer + at.L_OUTPUT_KIND), get_int(layer + at.L_OUTPUT)
+    block_product(p, kind, w, x, quantised, scales, width, get_int(p + at.S_HIDDEN))
+    meet(p, laps, LAP_PRODUCTS)
+    weight, shift = (
+        get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD),
+        get_int(layer + at.L_NORM_BIAS_BEFORE_FEED_FORWARD),
+    )
+    center_rows(p, weight, shift, get_int(layer + at.L_OUTPUT_BIAS), True, False)
+    meet(p, laps, LAP_ROWS)
+    _feed(p, layer, get_int(p + at.S_HIDDEN), scratch, unpacked, laps)
+
+
+@kernel
+def _feed(p, layer, outputs, scratch, unpacked, laps):
+    """The inner layer of a part of an encoder, where it has one, and the product behind it."""
+    if get_int(layer + at.L_UP) != 0:
+        _gated(p, layer, scratch, unpacked)
+        meet(p, laps, LAP_GATED)
+    elif get_int(layer + at.L_GATE) != 0:
+        inner_rows(p, layer, scratch)
+        meet(p, laps, LAP_GATED)
+    x, quantised, scales = get_int(p + at.S_GATED), get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
+    kind, w = get_int(layer + at.L_DOWN_KIND), get_int(layer + at.L_DOWN)
+    block_product(p, kind, w, x, quantised, scales, get_int(p + at.S_INNER), outputs)
+    meet(p, laps, LAP_PRODUCTS)
+
+
+@kernel
+def _see(p, stage, scratch, unpacked, laps):
+    """One stage of some units of pictures (`layout.KEYS` and what follows it)."""
+    layer, heads = get_int(p + at.S_LAYERS), get_int(p + at.S_HEADS)
+    if stage == at.STATES:
+        choose_states(p)
+        meet(p, laps, LAP_ROWS)
+        return
+    if stage == at.VECTORS:
+        _feed(p, layer, get_int(p + at.S_OUTPUTS), scratch, unpacked, laps)
+        return
+    patches = get_int(p + at.S_PATCHES)
+    if patches != 0:
+        kind, w = get_int(p + at.S_EMBEDDING_KIND), get_int(p + at.S_EMBEDDING)
+        inputs = get_int(p + at.S_PATCH_INPUTS)
+        block_product(p, kind, w, patches, 0, 0, inputs, get_int(p + at.S_HIDDEN))
+        meet(p, laps, LAP_PRODUCTS)
+    weight, shift = (
+        get_int(layer + at.L_NORM_BEFORE_ATTENTION),
+        get_int(layer + at.L_NORM_BIAS_BEFORE_ATTENTION),
+    )
+    center_rows(p, weight, shift, 0, patches != 0, False)
+    meet(p, laps, LAP_ROWS)
+    if stage == at.KEYS:
+        _heads(p, layer, heads, 3 * heads, scratch, unpacked)
+        meet(p, laps, LAP_HEADS)
+        return
+    _heads(p, layer, 0, heads, scratch, unpacked)
+    meet(p, laps, LAP_HEADS)
+    _attend_and_feed(p, layer, scratch, unpacked, laps)
+    take_in(p, get_int(layer + at.L_DOWN_BIAS))
     meet(p, laps, LAP_ROWS)
 
 
@@ -437,7 +495,11 @@ def _step(thread, p):
         laps += thread * at.LAP_BYTES
         put_int(laps + 8 * LAP_STARTED, nanoseconds())
     if get_int(p + at.S_IS_ENCODER) != 0:
-        _encode(p, scratch, unpacked, laps)
+        stage = get_int(p + at.S_STAGE)
+        if stage == at.WHOLE:
+            _encode(p, scratch, unpacked, laps)
+        else:
+            _see(p, stage, scratch, unpacked, laps)
         return
     layers, count = get_int(p + at.S_LAYERS), get_int(p + at.S_NUM_LAYERS)
     layer = layers + (count - 1) * at.LAYER_BYTES
@@ -451,7 +513,7 @@ def _step(thread, p):
         for index in range(count):
             before = layer
             layer = layers + index * at.LAYER_BYTES
-            _layer(p, layer, index == 0, before, scratch, unpacked, laps)
+            _layer(p, layer, index, before, scratch, unpacked, laps)
     _last(p, get_int(layer + at.L_NORM_AFTER_FEED_FORWARD), is_whole, scratch)
     meet(p, laps, LAP_ROWS)
     _logits(p, unpacked)

@@ -17,8 +17,8 @@ export class Figures {
   add(message) {
     if (message.engine.unavailable) return;
     const { snapshot, costs } = message.engine, at = snapshot.time_s;
-    const { prompt_tokens: prompt, cached_tokens: cached, computed_tokens: computed, padding_tokens: padding, vectors } = snapshot;
-    this.kept.push({ at, server: message.server, costs, prompt, cached, computed, padding, vectors, running: snapshot.rows[0].length });
+    const { prompt_tokens: prompt, cached_tokens: cached, computed_tokens: computed, padding_tokens: padding, vectors, encoded } = snapshot;
+    this.kept.push({ at, server: message.server, costs, prompt, cached, computed, padding, vectors, encoded, running: snapshot.rows[0].length });
     this.drop();
   }
 
@@ -102,6 +102,11 @@ export function drawGauges(place, figures, snapshot, blocks, numSlots) {
     ["finished", snapshot.finished],
   ];
   if (snapshot.vectors) values.push(["vectors / s", Math.round(figures.rate((each) => each.vectors))]);
+  const [pagesHeld, pagesCached, pages] = snapshot.media ?? [0, 0, 0];
+  if (pages) {
+    values.push(["pictures encoded / s", figures.rate((each) => each.encoded).toFixed(1)]);
+    values.push(["pages of pictures: held / kept / all", `${pagesHeld} / ${pagesCached} / ${pages}`]);
+  }
   if (snapshot.draft_tokens) {
     const taken = snapshot.accepted_tokens, lost = snapshot.draft_tokens - taken;
     values.push(["drafts taken / lost", `${taken.toLocaleString("en")} / ${lost.toLocaleString("en")}`]);

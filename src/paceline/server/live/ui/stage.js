@@ -6,7 +6,7 @@ import { Past } from "./past.js";
 export const KEPT_S = 60;
 export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding"; // of segments
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail", FORK = "fork", VECTOR = "vector"; // of marks
-const GOOD_ENDS = new Map([["stop", FINISH], ["length", FINISH], ["vector", VECTOR]]);
+const GOOD_ENDS = new Map([["stop", FINISH], ["length", FINISH], ["vector", VECTOR], ["context", FINISH]]);
 
 // The steps of a message one by one. Figures and changes come in columns; of changes, the first says in which step.
 function unpack({ steps, changes }) {

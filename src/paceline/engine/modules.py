@@ -1,0 +1,78 @@
+"""Texts of prompts that are placed: which modules they come from, and modules that have to be computed first.
+
+A module is computed by a request of its own, whose keys begin at the root of modules of its tenant, and which ends with
+its prompt. One that a waiting request needs and that is not in the cache is added here, when the scheduler orders it;
+like any other it is an input of the scheduler, so that a replay knows it. Decision: docs/decisions/0055-contexts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.request import OWN_REQUESTS, BlockKey, ModuleRef, Request, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.core.stretch import ModulePart, Stretch, StretchKind
+from paceline.errors import InvalidRequest
+from paceline.scheduler.scheduler import Scheduler
+
+# Keys of the full blocks of a module of a request's tenant, by its tokens.
+KeysOf = Callable[[Request, NDArray[np.int32]], list[BlockKey]]
+
+
+class Modules:
+    """Those of one engine."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.keys_of: KeysOf | None = None
+        self.orders = scheduler.state.modules.orders
+        self._scheduler = scheduler
+        self._block_size = scheduler.state.kv.block_size
+        self._next_id: int = OWN_REQUESTS
+
+    def attach(self, request: Request, parts: Sequence[ModulePart]) -> None:
+        """Give a new request its modules and where they are placed."""
+        if self.keys_of is None:
+            raise InvalidRequest("this engine makes no keys of blocks, and places no texts", param="prompt")
+        attach(request, parts, self.keys_of, self._block_size)
+
+    def obey(self) -> None:
+        """Add a request for each module that was ordered."""
+        for request, stretch in list(self.orders.values()):
+            keys = request.modules[stretch.item].keys
+            end = stretch.start + len(keys) * self._block_size
+            module = Request(
+                RequestId(self._next_id),
+                request.tokens[stretch.start : end].copy(),
+                SamplingParams(max_tokens=1, temperature=0.0),
+                arrival_s=request.arrival_s,
+                tenant=request.tenant,
+                service_level=request.service_level,
+                keys=keys,
+            )
+            module.model, module.adapter, module.is_module = request.model, request.adapter, True
+            self._next_id += 1
+            self._scheduler.add([module])
+
+
+def attach(request: Request, parts: Sequence[ModulePart], keys_of: KeysOf, block_size: int) -> None:
+    """The same, with keys from anywhere."""
+    refs: list[ModuleRef] = []
+    placed, end = [], 0
+    for start, num_tokens, recompute in parts:
+        if start < end or num_tokens < 1 or start + num_tokens > request.num_prompt:
+            raise InvalidRequest("the tokens of a placed text do not stand in the prompt", param="prompt")
+        end = start + num_tokens
+        keys = keys_of(request, request.tokens[start:end])
+        # The last token of a prompt is always computed, and so is what is behind the module's full blocks.
+        last = min(start + len(keys) * block_size, request.num_prompt - 1)
+        if last > start + recompute:
+            placed.append(Stretch(start, last, StretchKind.PLACED, len(refs)))
+            refs.append(ModuleRef(keys=tuple(keys), num_tokens=num_tokens, recompute=recompute))
+    request.modules = tuple(refs)
+    request.stretches = tuple(sorted((*request.stretches, *placed)))
+    if any(one.end > other.start for one, other in pairwise(request.stretches)):
+        raise InvalidRequest("a placed text has no pictures", param="prompt")

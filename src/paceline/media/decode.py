@@ -1,0 +1,76 @@
+"""A picture's file to pixels in red, green and blue, eight bits each.
+
+Transparency stands on white, turned pictures are turned, of an animation the first frame is taken, sixteen bits lose
+their lower eight. Pillow does the work, without Python's lock; it comes with the extra `vision` and is imported when
+the first picture is decoded. Its own words never reach a client.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.errors import InvalidImage, UnsupportedModality
+from paceline.media.headers import FORMATS, Header
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MISSING = "pictures need the extra vision, which is not installed here: pip install 'paceline[vision]'"
+# How to turn a picture by its orientation in EXIF, in the words of Pillow.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+
+@cache
+def can_decode() -> bool:
+    return importlib.util.find_spec("PIL") is not None
+
+
+def check_installed() -> None:
+    """Raises UnsupportedModality without the extra that decodes pictures."""
+    if not can_decode():
+        raise UnsupportedModality(MISSING, param="messages")
+
+
+def decode(data: bytes, header: Header) -> Image:
+    """Raises InvalidImage for what cannot be decoded, or is not what its header says."""
+    check_installed()
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            if image.size == (header.width, header.height):
+                image.load()
+                found = rgb(image)
+                turn = _TURNS.get(header.orientation)
+                return found if turn is None else found.transpose(Image.Transpose[turn])
+    except MemoryError:
+        raise
+    except Exception:  # decoders fail in any way, and with any words
+        raise InvalidImage("the picture cannot be decoded: its file is damaged or cut short") from None
+    raise InvalidImage("the picture has another size than its header says")
+
+
+def rgb(image: Image) -> Image:
+    """Any picture in red, green and blue, on white where it is transparent."""
+    from PIL import Image as images
+
+    if image.mode.startswith("I"):
+        image = images.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = images.new("RGBA", image.size, (255, 255, 255, 255))
+        image = images.alpha_composite(white, image)
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,215 @@
+"""The pictures of one model's prompts: opened by their headers, prepared for its encoder, kept for the next time.
+
+`open` says what a picture costs before a pixel is decoded; `prepare` decodes and resizes it, in any thread. What was
+prepared is kept in bounded memory, per tenant: a picture that comes again is not decoded again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from paceline.config.engine import ModelConfig
+from paceline.core.stretch import MediaInput, MediaPart
+from paceline.errors import ConfigError, InvalidImage
+from paceline.media.decode import check_installed, decode, rgb
+from paceline.media.headers import Header, check_sides, check_type, read_header
+from paceline.media.prepare import item_pixels
+from paceline.media.settings import MediaSettings, media_settings
+from paceline.media.sizes import MediaSize, media_size
+from paceline.media.sources import Picture
+from paceline.models.files.folder import ModelFolder
+
+DIGEST_BYTES = 32
+DEFAULT_LIMIT = 20  # pictures of a prompt
+MOST = 1000
+DEFAULT_CACHE_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenPicture:
+    """A picture whose header was read."""
+
+    picture: Picture
+    settings: MediaSettings
+    size: MediaSize
+    data: bytes = b""
+    header: Header | None = None  # None: it is a picture of Pillow
+
+
+class Pictures:
+    """Those of one model."""
+
+    def __init__(
+        self,
+        settings: MediaSettings,
+        *,
+        limit: int = DEFAULT_LIMIT,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        shares: bool = False,
+    ) -> None:
+        """`shares`: tenants use what was prepared for others."""
+        self.settings = settings
+        self.limit = limit
+        self._shares = shares
+        self._cache = PreparedCache(cache_bytes)
+
+    def open(self, picture: Picture) -> OpenPicture:
+        """Raises InvalidImage that names the picture's place; UnsupportedModality without the extra `vision`."""
+        check_installed()
+        settings = self.settings.low() if picture.low else self.settings
+        try:
+            if picture.image is not None:
+                width, height = picture.image.size
+                check_sides(width, height)
+                size = media_size(width, height, settings)
+                return OpenPicture(picture=picture, settings=settings, size=size)
+            data = picture.read()
+            header = read_header(data)
+            if picture.declared is not None:
+                check_type(header, picture.declared)
+            size = media_size(*header.shown, settings)
+        except InvalidImage as error:
+            raise _placed(error, picture) from None
+        return OpenPicture(picture=picture, settings=settings, size=size, data=data, header=header)
+
+    def prepare(self, opened: OpenPicture, tenant: str) -> tuple[MediaInput, ...]:
+        """The items of a picture. Raises InvalidImage for one that cannot be decoded."""
+        image = None if opened.picture.image is None else rgb(opened.picture.image)
+        content = _digest(opened, image)
+        key = ("" if self._shares else tenant, content)
+        found = self._cache.get(key)
+        if found is not None:
+            return found
+        try:
+            if image is None:
+                assert opened.header is not None
+                image = decode(opened.data, opened.header)
+        except InvalidImage as error:
+            raise _placed(error, opened.picture) from None
+        size = opened.size
+        items = tuple(
+            MediaInput(
+                content=content + index.to_bytes(2, "little"),
+                units=size.item_units,
+                outputs=size.item_outputs,
+                pixels=pixels,
+                grid=size.grid,
+            )
+            for index, pixels in enumerate(item_pixels(image, size, opened.settings))
+        )
+        self._cache.put(key, items)
+        return items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedPicture:
+    """A picture of a prompt, and where the vectors of each of its items begin."""
+
+    opened: OpenPicture
+    starts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.opened.size.outputs
+
+    def lean(self) -> PlacedPicture:
+        """Its place and size, without its file."""
+        kept = replace(self.opened, picture=Picture(self.opened.picture.place), data=b"")
+        return replace(self, opened=kept)
+
+    def parts(self, items: Sequence[MediaInput]) -> list[MediaPart]:
+        return [MediaPart(start, given) for start, given in zip(self.starts, items, strict=True)]
+
+
+def open_pictures(path: Path, model: ModelConfig) -> Pictures | None:
+    """Those of a model that sees; None for one that reads text only. Raises ConfigError for options that do not fit."""
+    limits = _mapping(model.limit_mm_per_prompt, "limit-mm-per-prompt")
+    limit = limits.pop("image", DEFAULT_LIMIT)
+    if limits:
+        name = sorted(limits)[0]
+        raise ConfigError(f"--limit-mm-per-prompt has a number for image, not for {name!r:.40}")
+    if not isinstance(limit, int) or isinstance(limit, bool) or not 0 <= limit <= MOST:
+        raise ConfigError(
+            f"--limit-mm-per-prompt: image must be a number from 0 to {MOST}, not {limit!r:.40}"
+        )
+    changes = _mapping(model.mm_processor_kwargs, "mm-processor-kwargs")
+    settings = media_settings(ModelFolder(path), changes) if path.is_dir() else None
+    if settings is None:
+        if changes:
+            raise ConfigError(
+                "--mm-processor-kwargs is for models that see pictures; this one reads text only"
+            )
+        return None
+    cache_bytes = int(model.mm_processor_cache_gb * 2**30)
+    return Pictures(settings, limit=limit, cache_bytes=cache_bytes, shares=model.share_media_cache)
+
+
+def _mapping(text: str, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"--{name} must be a JSON object, not {text!r:.60}")
+    return dict(found)
+
+
+class PreparedCache:
+    """Prepared pictures, the least recently used evicted first. Used from any thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._entries: OrderedDict[tuple[str, bytes], tuple[MediaInput, ...]] = OrderedDict()
+        self.num_bytes = 0
+        self.queries = self.hits = 0
+
+    def get(self, key: tuple[str, bytes]) -> tuple[MediaInput, ...] | None:
+        with self._lock:
+            self.queries += 1
+            found = self._entries.get(key)
+            if found is not None:
+                self.hits += 1
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: tuple[str, bytes], items: tuple[MediaInput, ...]) -> None:
+        size = _num_bytes(items)
+        if size > self._max_bytes:
+            return
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = items
+            self.num_bytes += size
+            while self.num_bytes > self._max_bytes:
+                _, dropped = self._entries.popitem(last=False)
+                self.num_bytes -= _num_bytes(dropped)
+
+
+def _num_bytes(items: Sequence[MediaInput]) -> int:
+    return sum(item.pixels.nbytes for item in items)
+
+
+def _digest(opened: OpenPicture, image: Any) -> bytes:
+    """Of all that decides the pixels an encoder gets. Engines key it by tenant."""
+    hashed = blake2b(repr((opened.settings, opened.size)).encode(), digest_size=DIGEST_BYTES)
+    if image is None:
+        assert opened.header is not None
+        hashed.update(repr(opened.header).encode() + b"\0")
+        hashed.update(opened.data)
+    else:
+        hashed.update(f"pixels {image.size}\0".encode())
+        hashed.update(image.tobytes())
+    return hashed.digest()
+
+
+def _placed(error: InvalidImage, picture: Picture) -> InvalidImage:
+    return InvalidImage(f"{picture.place}: {error}", param=error.param or "messages")

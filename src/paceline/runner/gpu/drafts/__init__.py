@@ -1,0 +1,1 @@
+"""Drafts on the device: what makes them, and the steps that verify them."""

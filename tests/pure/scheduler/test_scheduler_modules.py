@@ -1,0 +1,182 @@
+"""Placed texts in steps: computed alone, copied to where prompts have them, equal whatever was cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.audit.story import story
+from paceline.core.events import DecisionKind, Rule
+from paceline.core.plan import MORE_SPANS
+from paceline.core.request import OWN_REQUESTS, RequestState
+from paceline.core.sampling import SamplingParams
+from paceline.core.stretch import ModulePart
+from paceline.errors import InvalidRequest, InvalidTransition, NeverFits
+from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+
+TEXT = prompt(40, start=500)  # 10 blocks of 4
+OTHER = prompt(24, start=700)
+
+
+def bench(**options: Any) -> Bench:
+    return Bench(engine_config(**options))
+
+
+def around(*texts: list[int], between: int = 3) -> tuple[list[int], list[ModulePart]]:
+    """A prompt with texts that are placed, plain tokens before and behind each."""
+    tokens, parts = prompt(between), []
+    for text in texts:
+        parts.append(ModulePart(len(tokens), len(text)))
+        tokens = tokens + text + prompt(between, start=900)
+    return tokens, parts
+
+
+def test_a_text_is_computed_alone_and_copied_to_its_place() -> None:
+    one = bench()
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts)
+    one.run()
+    module, placing = one.seen[0], next(seen for seen in one.seen if len(seen.plan.placements.row))
+    assert module.spans == {OWN_REQUESTS: 32}, "what it places is computed first, by a request of its own"
+    placements = placing.plan.placements
+    assert (placements.start.tolist(), placements.count.tolist()) == ([3 + 16], [40 - 16])
+    assert (placements.shift.tolist(), placements.first.tolist(), len(placements.blocks)) == ([3], [0], 6)
+    assert placing.spans == {request: 19 + 3} and placing.plan.spans.start.tolist() == [0, 43]
+    assert placing.plan.work.placed_tokens == 24 and placing.plan.work.prefill_tokens == 22
+    cost = one.finished[request].cost
+    assert (cost.reused, cost.recomputed) == (24, 16)
+    assert one.state.counters.reused_tokens == 24
+
+
+def test_the_second_finds_it_and_the_answer_is_the_same() -> None:
+    one = bench()
+    tokens, parts = around(TEXT, OTHER)
+    first = one.add(tokens, modules=parts)
+    one.run()
+    steps = len(one.seen)
+    other = prompt(5, start=300) + tokens
+    one.add(other, modules=[part._replace(start=part.start + 5) for part in parts])
+    one.run()
+    assert not any(number >= OWN_REQUESTS for seen in one.seen[steps:] for number in seen.spans)
+    one.scheduler.reset_prefix_cache()
+    again = one.add(tokens, modules=parts)
+    one.run()
+    assert one.tokens[again] == one.tokens[first]
+
+
+def test_exact_and_placed_prompts_share_nothing_behind_the_beginning() -> None:
+    one = bench()
+    tokens, parts = around(TEXT)
+    one.add(tokens, modules=parts)
+    one.run()
+    exact = one.add(tokens)
+    one.run()
+    assert one.finished[exact].num_cached == 0
+    placed = one.add(tokens, modules=parts)
+    one.run()
+    assert one.finished[placed].num_cached == 44 and one.finished[placed].cost.reused == 0
+
+
+def test_two_tenants_share_no_module() -> None:
+    one = bench()
+    tokens, parts = around(TEXT)
+    one.add(tokens, modules=parts, tenant="a")
+    one.run()
+    steps = len(one.seen)
+    one.add(tokens, modules=parts, tenant="b")
+    one.run()
+    assert one.seen[steps].spans == {OWN_REQUESTS + 1: 32}
+
+
+def test_a_row_that_is_preempted_in_a_body_places_it_again() -> None:
+    one = bench()
+    tokens, parts = around(TEXT, OTHER)
+    request = one.add(tokens, modules=parts)
+    while not any(len(seen.plan.placements.row) for seen in one.seen):
+        one.step()
+    one.scheduler.preempt(request)
+    one.scheduler.reset_prefix_cache()
+    one.run()
+    assert one.finished[request].cost.reused == 24 + 8, "it is counted once"
+    assert len([seen for seen in one.seen if len(seen.plan.placements.row)]) >= 2
+
+
+def test_a_branch_shares_what_was_placed() -> None:
+    one = bench()
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, 12, modules=parts)
+    while not one.tokens[request]:
+        one.step()
+    one.fork(request, 2)
+    one.run()
+
+
+def test_what_is_too_short_is_computed_like_any_text() -> None:
+    one = bench()
+    tokens, parts = around(prompt(19, start=500))  # 16 tokens in full blocks
+    request = one.add(tokens, modules=parts)
+    one.run()
+    assert len(one.seen[0].spans) == 1 and not one.finished[request].cost.reused
+
+
+def test_the_last_token_of_a_prompt_is_computed() -> None:
+    one = bench()
+    request = one.add(TEXT, modules=[ModulePart(0, len(TEXT))])
+    one.run()
+    assert one.finished[request].cost.reused == 40 - 16 - 1
+
+
+def test_a_plan_has_so_many_runs_and_no_more() -> None:
+    one = bench(num_blocks=1200, max_model_len=2000, max_num_batched_tokens=4096)
+    tokens, parts = around(*[prompt(8, start=500)] * (MORE_SPANS + 6), between=1)
+    request = one.add(tokens, modules=[part._replace(recompute=1) for part in parts])
+    one.run()
+    runs = [len(seen.plan.placements.row) for seen in one.seen if len(seen.plan.placements.row)]
+    assert runs == [MORE_SPANS, 6]
+    assert one.finished[request].cost.reused == 7 * (MORE_SPANS + 6)
+
+
+def test_a_module_that_was_evicted_is_computed_again_before_all_others() -> None:
+    one = bench(max_num_seqs=4)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts)
+    one.step()
+    while one.state.modules.computing:
+        one.step()
+        if not one.state.modules.computing and one.request(request).state is RequestState.WAITING:
+            one.scheduler.reset_prefix_cache()
+    other = one.add(prompt(6, start=200), 1)
+    one.run()
+    admitted = [each.request for each in one.watch.decisions if each.kind is DecisionKind.ADMIT]
+    assert admitted == [OWN_REQUESTS, OWN_REQUESTS + 1, request, other], "it is not passed a second time"
+    assert one.reasons(DecisionKind.DEFER, request) == [Rule.MODULE, Rule.MODULE_EVICTED]
+    sentences = story([each for each in one.watch.decisions if each.request == request])
+    assert any("was evicted while it waited" in each for each in sentences)
+    assert any("24 tokens of its context 1 of 1 were copied to their place" in each for each in sentences)
+
+
+def test_a_request_that_computes_a_module_ends_with_its_prompt() -> None:
+    one = bench()
+    one.engine.add(TEXT, SamplingParams(max_tokens=1), is_module=True)
+    number = next(iter(one.state.requests))
+    with pytest.raises(InvalidTransition, match="nothing to branch"):
+        one.engine.fork(number, 1)
+    while one.engine.has_requests:
+        assert not one.engine.step().tokens
+    tokens, parts = around(TEXT)
+    one.add(tokens, modules=parts)
+    assert one.step().spans.keys() == {number + 1}, "it is there"  # type: ignore[union-attr]
+
+
+def test_what_can_never_be_placed_is_refused() -> None:
+    tokens, parts = around(TEXT)
+    one = bench(num_blocks=22)
+    with pytest.raises(NeverFits, match="beside one another"):
+        one.add(tokens, modules=parts)
+    with pytest.raises(NeverFits, match="prefix cache"):
+        bench(enable_prefix_caching=False).add(tokens, modules=parts)
+    with pytest.raises(InvalidRequest, match="do not stand in the prompt"):
+        bench().add(tokens, modules=[ModulePart(3, 400)])
+    with pytest.raises(NeverFits, match="computed where it stands"):
+        bench().add(tokens, modules=parts, prompt_logprobs=1)
