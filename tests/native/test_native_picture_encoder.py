@@ -23,6 +23,8 @@ ALL = 10**6  # positions
 SIZES: dict[str, dict[str, Any]] = {
     "smolvlm": {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 84},
     "idefics3": {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 96},
+    "qwen2_5_vl": {"hidden_size": 96, "num_heads": 4, "intermediate_size": 84},
+    "qwen3_vl": {"hidden_size": 96, "num_heads": 2, "intermediate_size": 96},
 }
 
 
@@ -42,7 +44,7 @@ def native(
 
 def items_of(checkpoint: Checkpoint) -> list[MediaInput]:
     """Of several sizes, where the family has them."""
-    name = "smolvlm" if checkpoint.spec.vision.encoder.patches.merge == 4 else "idefics3"  # type: ignore[union-attr]
+    name = checkpoint.path.name
     found = [picture(name, seed).given for seed in range(3)]
     if name == "idefics3":
         found.insert(1, picture(name, 9, (6, 10)).given)
