@@ -24,7 +24,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "smolvlm": {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 84},
     "idefics3": {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 96},
     "qwen2_5_vl": {"hidden_size": 96, "num_heads": 4, "intermediate_size": 84},
-    "qwen3_vl": {"hidden_size": 96, "num_heads": 2, "intermediate_size": 96},
+    # Behind the last layer there are two ends.
+    "qwen3_vl": {
+        "hidden_size": 96,
+        "num_heads": 2,
+        "intermediate_size": 96,
+        "deepstack_visual_indexes": [0, 2, 4],
+    },
 }
 
 

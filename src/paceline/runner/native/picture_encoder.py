@@ -303,9 +303,11 @@ class NativePictureEncoder(EncoderKernels):
             "activation": GELU,
         }
         kept = {name: p.get(name) for name in values}
-        p.set(stage=VECTORS, num_tokens=count, **values)
-        self._call(line)
-        p.set(**kept)
+        try:
+            p.set(stage=VECTORS, num_tokens=count, **values)
+            self._call(line)
+        finally:
+            p.set(**kept)
 
     def _call(self, line: Line) -> None:
         self._line = line
