@@ -430,14 +430,14 @@ def _encode(p, scratch, unpacked, laps):
         meet(p, laps, LAP_ROWS)
         _heads(p, layer, 0, 3 * heads, scratch, unpacked)
         meet(p, laps, LAP_HEADS)
-        _attend_and_feed(p, layer, scratch, unpacked, laps)
+        _attend_and_feed(p, layer, scratch, laps)
         bias = get_int(layer + at.L_DOWN_BIAS)
     center_rows(p, get_int(p + at.S_LAST_NORM), get_int(p + at.S_LAST_NORM_BIAS), bias, True, True)
     meet(p, laps, LAP_ROWS)
 
 
 @kernel
-def _attend_and_feed(p, layer, scratch, unpacked, laps):
+def _attend_and_feed(p, layer, scratch, laps):
     """What follows the heads in a layer of an encoder."""
     attend_units(p, layer, scratch)
     meet(p, laps, LAP_ATTENTION)
@@ -456,16 +456,13 @@ def _attend_and_feed(p, layer, scratch, unpacked, laps):
     )
     center_rows(p, weight, shift, get_int(layer + at.L_OUTPUT_BIAS), True, False)
     meet(p, laps, LAP_ROWS)
-    _feed(p, layer, get_int(p + at.S_HIDDEN), scratch, unpacked, laps)
+    _feed(p, layer, get_int(p + at.S_HIDDEN), scratch, laps)
 
 
 @kernel
-def _feed(p, layer, outputs, scratch, unpacked, laps):
+def _feed(p, layer, outputs, scratch, laps):
     """The inner layer of a part of an encoder, where it has one, and the product behind it."""
-    if get_int(layer + at.L_UP) != 0:
-        _gated(p, layer, scratch, unpacked)
-        meet(p, laps, LAP_GATED)
-    elif get_int(layer + at.L_GATE) != 0:
+    if get_int(layer + at.L_GATE) != 0:
         inner_rows(p, layer, scratch)
         meet(p, laps, LAP_GATED)
     x, quantised, scales = get_int(p + at.S_GATED), get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
@@ -483,7 +480,14 @@ def _see(p, stage, scratch, unpacked, laps):
         meet(p, laps, LAP_ROWS)
         return
     if stage == at.VECTORS:
-        _feed(p, layer, get_int(p + at.S_OUTPUTS), scratch, unpacked, laps)
+        weight, shift = (
+            get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD),
+            get_int(layer + at.L_NORM_BIAS_BEFORE_FEED_FORWARD),
+        )
+        if weight != 0:
+            center_rows(p, weight, shift, 0, False, False)
+            meet(p, laps, LAP_ROWS)
+        _feed(p, layer, get_int(p + at.S_OUTPUTS), scratch, laps)
         return
     patches = get_int(p + at.S_PATCHES)
     if patches != 0:
@@ -503,7 +507,7 @@ def _see(p, stage, scratch, unpacked, laps):
         return
     _heads(p, layer, 0, heads, scratch, unpacked)
     meet(p, laps, LAP_HEADS)
-    _attend_and_feed(p, layer, scratch, unpacked, laps)
+    _attend_and_feed(p, layer, scratch, laps)
     take_in(p, get_int(layer + at.L_DOWN_BIAS))
     meet(p, laps, LAP_ROWS)
 
