@@ -315,7 +315,8 @@ class Api:
     def is_at_rest(self) -> bool:
         admission = self.service.admission
         closed = all(stream.is_closed for stream in self.client.streams)
-        return closed and (admission.places_taken, admission.tokens_waiting) == (0, 0)
+        held = admission.places_taken, admission.tokens_waiting, self.service.media_sources.num_bytes
+        return closed and held == (0, 0, 0)
 
 
 def chunks(data: bytes) -> list[Any]:

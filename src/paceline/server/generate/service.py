@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -191,8 +192,10 @@ class Service:
         service_level = self._service_level(call, body)
         known = self._loaded()
         size = self.check_prompt(body)
-        body = await self.with_pictures(call, body)
-        (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
+        async with self.with_pictures(call, body) as seen:
+            (prepared,) = await self.work(
+                lambda: self._prepare(seen, known), inline=self.is_short(seen, size)
+            )
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
         quote = self.billing.quote(
@@ -283,18 +286,19 @@ class Service:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
             ignored = await self._check_structure(body)
-            body = await self.with_pictures(call, body)
-            also = len(body.sampling.prediction)
-            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
-            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
-            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
-            sizes = [len(prompt.token_ids) for prompt in prepared]
-            permit.settle(sum(sizes[:num_waiting]))
-            if permit.allowance is not None:
-                longest = sum(prompt.sampling.longest_output for prompt in prepared) * places // len(prepared)
-                permit.allowance.charge_tokens(permit.tokens if num_waiting is None else sum(sizes), longest)
-            if prepared[0].pictures:
-                prepared = [await self._pixels.decoded(prepared[0], self._tenant(call, body), known.info)]
+            async with self.with_pictures(call, body) as seen:
+                is_short = self.is_short(seen, size + len(body.sampling.prediction))
+                inline = is_short and not body.sampling.bad_words
+                prepared = await self.work(lambda: self._prepare(seen, known), inline=inline)
+                ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
+                sizes = [len(prompt.token_ids) for prompt in prepared]
+                permit.settle(sum(sizes[:num_waiting]))
+                if permit.allowance is not None:
+                    longest = sum(each.sampling.longest_output for each in prepared) * places // len(prepared)
+                    charged = permit.tokens if num_waiting is None else sum(sizes)
+                    permit.allowance.charge_tokens(charged, longest)
+                if prepared[0].pictures:
+                    prepared = [await self._pixels.decoded(prepared[0], self._tenant(call, body), known.info)]
             return _Admitted(permit, prepared, ignored, service_level, quote, self._adapter(body))
         except BaseException:
             permit.release()
@@ -416,14 +420,20 @@ class Service:
         """Whether a conversation has pictures for a model that takes them."""
         return self.model.pictures is not None and has_pictures(body.messages or ())
 
-    async def with_pictures(self, call: Call, body: ParsedBody) -> ParsedBody:
-        """The conversation with its pictures at hand: those that are links or files are read."""
+    def is_short(self, body: ParsedBody, size: int) -> bool:
+        """Whether a prompt of about so many characters is read faster than another thread takes over."""
+        return size <= INLINE_CHARS and not self.sees(body)
+
+    @asynccontextmanager
+    async def with_pictures(self, call: Call, body: ParsedBody) -> AsyncIterator[ParsedBody]:
+        """The conversation with its pictures at hand: those that are links or files are read, for the block's time."""
         if not self.sees(body):
-            return body
+            yield body
+            return
         assert self.model.pictures is not None and body.messages is not None
         messages, found = take_pictures(body.messages, most=self.model.pictures.limit)
-        await self.media_sources.read(found, call)
-        return replace(body, messages=messages)
+        async with self.media_sources.at_hand(found, call):
+            yield replace(body, messages=messages)
 
     def prompt_ids(self, body: ParsedBody) -> list[int]:
         """The tokens of a conversation, for callers that only count them."""
