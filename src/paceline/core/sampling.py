@@ -16,10 +16,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from paceline.core.keywords import refusing
 from paceline.core.parameters import KVKeep, NestedParameter, Pin, PoolingParams
 from paceline.core.structure import Structure
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, refusing
 
 MAX_BRANCHES = 128
 MAX_STOPS = 16

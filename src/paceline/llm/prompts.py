@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import PARAMETERS, Offer, SamplingParams
 from paceline.core.stretch import MediaPart, ModulePart, PromptParts
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, is_off, not_supported
 from paceline.llm.arguments import PROMPT_KEYS
 from paceline.media.pictures import OpenPicture, Pictures, PlacedPicture
 from paceline.media.sources import take_pictures
