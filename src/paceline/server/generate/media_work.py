@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import InvalidImage, MediaFetchFailed, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest
 from paceline.media.headers import MAX_BYTES
-from paceline.media.sources import Picture
+from paceline.media.sources import Picture, take_pictures
 from paceline.process.client import EngineInfo
+from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.call import Call
 from paceline.server.errors import TooBusy
@@ -42,13 +44,17 @@ class MediaSources:
         self._num_fetches = 0
 
     @asynccontextmanager
-    async def at_hand(self, pictures: Sequence[Picture], call: Call) -> AsyncIterator[None]:
-        """Within the block, those that are links or files have been read. Raises InvalidRequest that names the
-        picture's place; TooBusy where too much is read already."""
+    async def at_hand(self, call: Call, body: ParsedBody, most: int) -> AsyncIterator[ParsedBody]:
+        """Within the block, the body with its pictures, of which those that are links or files have been read.
+
+        `most`: how many it may have. Raises InvalidRequest that names the picture's place; TooBusy where too much is
+        at hand already.
+        """
+        messages, pictures = take_pictures(body.messages or (), most=most)
         named = [picture for picture in pictures if picture.data is None]
         try:
             await self._read(named, call)
-            yield
+            yield replace(body, messages=messages)
         finally:
             self.num_bytes -= sum(len(picture.data or b"") for picture in named)
 

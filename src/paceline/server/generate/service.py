@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -26,7 +26,7 @@ from paceline.guide.door import Door
 from paceline.llm.pairs import InputReader, PooledInput, PooledModel
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
 from paceline.media.pictures import Pictures
-from paceline.media.sources import has_pictures, take_pictures
+from paceline.media.sources import has_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
@@ -42,13 +42,13 @@ from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
-from paceline.server.errors import ContextTooLong, UnknownModel
+from paceline.server.errors import UnknownModel
 from paceline.server.generate.contexts import Contexts
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.media_work import MediaSources, MediaWork
 from paceline.server.generate.pooled import feed, prepare_inputs
-from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.prompt_size import check_length, check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
@@ -424,16 +424,11 @@ class Service:
         """Whether a prompt of about so many characters is read faster than another thread takes over."""
         return size <= INLINE_CHARS and not self.sees(body)
 
-    @asynccontextmanager
-    async def with_pictures(self, call: Call, body: ParsedBody) -> AsyncIterator[ParsedBody]:
-        """The conversation with its pictures at hand: those that are links or files are read, for the block's time."""
-        if not self.sees(body):
-            yield body
-            return
-        assert self.model.pictures is not None and body.messages is not None
-        messages, found = take_pictures(body.messages, most=self.model.pictures.limit)
-        async with self.media_sources.at_hand(found, call):
-            yield replace(body, messages=messages)
+    def with_pictures(self, call: Call, body: ParsedBody) -> AbstractAsyncContextManager[ParsedBody]:
+        """The conversation with its pictures at hand, as long as the block is open."""
+        if self.model.pictures is None or not self.sees(body):
+            return nullcontext(body)
+        return self.media_sources.at_hand(call, body, self.model.pictures.limit)
 
     def prompt_ids(self, body: ParsedBody) -> list[int]:
         """The tokens of a conversation, for callers that only count them."""
@@ -531,7 +526,7 @@ class Service:
         most = known.facts.max_model_len
         if body.messages is not None:
             rendered = self._render(body)
-            _check_length(rendered.ids, most, "messages")
+            check_length(len(rendered.ids), most, "messages")
             return [prepared_chat(known.reader, rendered, body.sampling)]
         if body.sampling.pooling is not None:
             return prepare_inputs(body, known.inputs)
@@ -540,7 +535,7 @@ class Service:
             for prompt in body.prompts
         ]
         for _, ids in texts:
-            _check_length(ids, most, "prompt")
+            check_length(len(ids), most, "prompt")
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
@@ -599,12 +594,3 @@ class Service:
 def _ids_of(prompt: PooledInput) -> list[int]:
     assert isinstance(prompt, list), "only inputs of vectors are anything else"
     return prompt
-
-
-def _check_length(ids: Sequence[int], most: int, name: str) -> None:
-    if len(ids) >= most:
-        raise ContextTooLong(
-            f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
-            f"leaves no room for an answer",
-            param=name,
-        )
