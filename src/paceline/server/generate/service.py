@@ -7,13 +7,14 @@ it is short), then the engine hears of it. Knows nothing of HTTP and of the shap
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
 from paceline.core.request import SALT
@@ -23,19 +24,13 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.pairs import InputReader, PooledInput, PooledModel
+from paceline.llm.pairs import InputReader, PooledModel
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
 from paceline.media.pictures import Pictures
 from paceline.media.sources import has_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
-from paceline.process.client import (
-    EngineClient,
-    EngineInfo,
-    EngineState,
-    EngineStream,
-    EngineUnavailable,
-)
+from paceline.process.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
@@ -62,6 +57,7 @@ from paceline.text.tools.formats import AUTO
 INLINE_CHARS = 1_000
 NUM_THREADS = 2
 CHARS_PER_TOKEN = 4  # a guess on arrival, before anything is tokenised
+STEPS_AHEAD = 3  # that the inputs of one call fill: one is computed, one is planned, one is on its way
 
 Value = TypeVar("Value")
 
@@ -261,7 +257,8 @@ class Service:
             )
             generation.ignored = ignored
             if is_pooled:
-                generation.at_once = self._window
+                sizes = [len(prompt.token_ids) for prompt, _ in started]
+                generation.at_once = self._window(sum(sizes), len(sizes))
             else:
                 self.live.note(call.id, body, call.route, generation)
             return generation
@@ -273,25 +270,29 @@ class Service:
             raise
 
     async def _admit(self, call: Call, body: ParsedBody, places: int) -> _Admitted:
-        """A checked body with its places and its tokens. Who gets it releases the permit."""
+        """A checked body with its places and its tokens. The caller releases the permit."""
         service_level = self._service_level(call, body)
         known = self._loaded()
         quote = self._quote(call, body, service_level.service_class)
         size = self.check_prompt(body)
         # Of a call that is fed in a window, only what the window holds waits at a time.
-        num_waiting = min(len(body.prompts), self._window) if body.sampling.pooling is not None else None
-        waiting = size if num_waiting is None else size * num_waiting // len(body.prompts)
+        num_inputs, num_waiting = len(body.prompts), None
+        if body.sampling.pooling is not None:
+            num_waiting = min(num_inputs, self._window(size // CHARS_PER_TOKEN, num_inputs))
+        waiting = size if num_waiting is None else size * num_waiting // num_inputs
         permit = self.admission.reserve(call.caller, places, waiting // CHARS_PER_TOKEN)
         try:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
             ignored = await self._check_structure(body)
             async with self.with_pictures(call, body) as seen:
-                is_short = self.is_short(seen, size + len(body.sampling.prediction))
-                inline = is_short and not body.sampling.bad_words
-                prepared = await self.work(lambda: self._prepare(seen, known), inline=inline)
+                prepared = await self.work(
+                    lambda: self._prepare(seen, known), inline=self.is_short(seen, size)
+                )
                 ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
                 sizes = [len(prompt.token_ids) for prompt in prepared]
+                if num_waiting is not None:
+                    num_waiting = self._window(sum(sizes), len(sizes))
                 permit.settle(sum(sizes[:num_waiting]))
                 if permit.allowance is not None:
                     longest = sum(each.sampling.longest_output for each in prepared) * places // len(prepared)
@@ -422,7 +423,8 @@ class Service:
 
     def is_short(self, body: ParsedBody, size: int) -> bool:
         """Whether a prompt of about so many characters is read faster than another thread takes over."""
-        return size <= INLINE_CHARS and not self.sees(body)
+        also = len(body.sampling.prediction)
+        return size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
 
     def with_pictures(self, call: Call, body: ParsedBody) -> AbstractAsyncContextManager[ParsedBody]:
         """The conversation with its pictures at hand, as long as the block is open."""
@@ -457,10 +459,12 @@ class Service:
             )
         return self._known
 
-    @property
-    def _window(self) -> int:
-        """How many inputs of one call the engine has at a time."""
-        return 2 * self._loaded().info.max_num_seqs
+    def _window(self, tokens: int, inputs: int) -> int:
+        """How many inputs of one call the engine has at a time: they fill its steps, and requests of others wait for
+        no more of them than that."""
+        info = self._loaded().info
+        enough = math.ceil(STEPS_AHEAD * info.max_num_batched_tokens * inputs / max(tokens, 1))
+        return min(max(enough, 2), 2 * info.max_num_seqs)
 
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant
@@ -531,7 +535,9 @@ class Service:
         if body.sampling.pooling is not None:
             return prepare_inputs(body, known.inputs)
         texts = [
-            (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, _ids_of(prompt))
+            (prompt, self.tokenizer.encode(prompt))
+            if isinstance(prompt, str)
+            else (None, cast("list[int]", prompt))
             for prompt in body.prompts
         ]
         for _, ids in texts:
@@ -589,8 +595,3 @@ class Service:
         numbers = [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
         note(numbers)
         return started
-
-
-def _ids_of(prompt: PooledInput) -> list[int]:
-    assert isinstance(prompt, list), "only inputs of vectors are anything else"
-    return prompt
