@@ -272,22 +272,12 @@ class Engine:
                 "more there may be"
             )
         min_tokens = min(max(0, parent.sampling.min_tokens - at), changes.get("max_tokens", left))
-        if not changes:
-            return parent.sampling.of_branch(left, min_tokens)
         if (
             changes.get("structured_outputs", parent.sampling.structured_outputs)
             != parent.sampling.structured_outputs
         ):
             raise InvalidRequest("a branch has the structure of its parent", param="structured_outputs")
-        values = {
-            "max_tokens": left,
-            "min_tokens": min_tokens,
-            "prompt_logprobs": None,
-            "pin": None,
-            **changes,
-            "n": 1,
-        }
-        return replace(parent.sampling, **values)
+        return parent.sampling.of_branch(left, min_tokens, changes)
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
         """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.

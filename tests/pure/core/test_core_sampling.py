@@ -218,4 +218,5 @@ def test_parameters_of_a_branch_are_those_with_other_lengths() -> None:
     )
     expected = replace(whole, max_tokens=5, min_tokens=2, n=1, prompt_logprobs=None)
     assert whole.of_branch(5, 2) == expected
+    assert whole.of_branch(5, 2, {"top_k": 3}) == replace(expected, top_k=3)
     assert (whole.n, whole.max_tokens) == (3, 64)

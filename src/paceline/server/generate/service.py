@@ -422,7 +422,7 @@ class Service:
         return self.model.pictures is not None and has_pictures(body.messages or ())
 
     def is_short(self, body: ParsedBody, size: int) -> bool:
-        """Whether a prompt of about so many characters is read faster than another thread takes over."""
+        """Whether a prompt of about `size` characters is read faster than another thread takes over."""
         also = len(body.sampling.prediction)
         return size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
 

@@ -3,7 +3,7 @@
 A name is resolved once, every address it has must be one of the public internet, and the address that was checked is
 the one that is dialled, so that a name which resolves to something else a moment later changes nothing. Redirects are
 checked as the first link was. GET only, no proxy, no cookies, within limits of time and bytes. What went wrong is
-answered with one sentence: nothing of what a host says reaches the client, and no one can look around with it.
+answered with one sentence: nothing of what a host says reaches the client, which cannot explore a network with it.
 """
 
 from __future__ import annotations
