@@ -26,7 +26,7 @@ from paceline.guide.check import FIELD
 from paceline.guide.door import Door
 from paceline.llm.pairs import InputReader, PooledModel
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
-from paceline.media.pictures import Pictures
+from paceline.media.pictures import PictureReader
 from paceline.media.sources import has_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
@@ -72,7 +72,7 @@ class ServedModel:
     seed: int = 0
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
     labels: tuple[str, ...] = ()  # of a classifier
-    pictures: Pictures | None = None  # of prompts; None: it reads text only
+    pictures: PictureReader | None = None  # of prompts; None: it reads text only
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
