@@ -41,8 +41,8 @@ from benchmarks.harness import (
 )
 from paceline.core.plan import Moves, StepPlan
 from paceline.core.request import BlockKey
-from paceline.runner.disk_store import HEADER, RECORD, DiskStore
-from paceline.runner.stores import Bytes, StoreThreads
+from paceline.runner.stores.disk_store import HEADER, RECORD, DiskStore
+from paceline.runner.stores.store_threads import Bytes, StoreThreads
 
 bench = Benchmark(__doc__)
 PROMPT_TOKENS, NUM_NEW = 1536, 8

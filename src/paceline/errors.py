@@ -1,8 +1,16 @@
-"""Every error a user can see, as one tree.
+"""Every error a user can see, as one tree, and the wording that errors have in common.
 
 Raised at the edge (configuration, files, admission) with a message that says what is wrong and what to do.
 Inside the core, broken assumptions are `assert`; they are never part of this tree.
 """
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 
 class PacelineError(Exception):
@@ -133,3 +141,55 @@ class EngineFailed(PacelineError):
     """The engine gave up after repeated failures; every request has been answered."""
 
     exit_code = 70
+
+
+# -- wording: names that are not known, arguments that are not supported -----------------------------------
+
+Hints = Mapping[str, str]  # what to do instead, by the name that is not supported
+Kind = TypeVar("Kind", bound=type)
+LONGEST_NAME = 64  # characters that are compared: a name from outside may have millions
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: the known one that is most like it; empty without one."""
+    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def is_off(value: object) -> bool:
+    """Whether an argument asks for nothing; scripts often pass such values along."""
+    return value is None or value is False
+
+
+def not_supported(name: str, hint: str) -> str:
+    return f"{name} is not supported: {hint}"
+
+
+def refuse(owner: str, given: Mapping[str, object], hints: Hints, known: Iterable[str]) -> None:
+    """Raise for the first argument that asks for something: InvalidRequest with its hint, TypeError without one."""
+    for name, value in given.items():
+        if name not in hints:
+            raise TypeError(f"{owner} has no argument {name}{did_you_mean(name, known)}")
+        if not is_off(value):
+            raise InvalidRequest(not_supported(name, hints[name]), param=name)
+
+
+def refusing(hints: Hints) -> Callable[[Kind], Kind]:
+    """For a dataclass: arguments that are not its fields are refused by name."""
+
+    def decorate(kind: Kind) -> Kind:
+        made = kind.__init__  # type: ignore[misc]
+        known = frozenset(spec.name for spec in fields(kind))
+
+        @functools.wraps(made)
+        def init(self: Any, **given: Any) -> None:
+            if not known.issuperset(given):
+                others = {name: value for name, value in given.items() if name not in known}
+                refuse(kind.__name__, others, hints, known)
+                given = {name: value for name, value in given.items() if name in known}
+            made(self, **given)
+
+        kind.__init__ = init  # type: ignore[misc]
+        return kind
+
+    return decorate

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.files.pooling import EmbeddingDefaults
-    from paceline.runner.store_level import StoreLevel
+    from paceline.runner.stores.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
 NO_PROMPT_LIMIT = (
@@ -320,7 +320,7 @@ def _on_cpu(
 ) -> Built:
     from paceline.runner.cpu import CPURunner, CPUSleeper
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
-    from paceline.runner.store_level import StoreLevel
+    from paceline.runner.stores.store_level import StoreLevel
 
     load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
@@ -516,7 +516,7 @@ def _on_gpu(
     from paceline.runner.gpu.slab_memory import GPUSleeper, OwnHome, SlabHome
     from paceline.runner.gpu.step_times import measured_config
     from paceline.runner.guessers import open_guesser
-    from paceline.runner.store_level import StoreLevel
+    from paceline.runner.stores.store_level import StoreLevel
 
     if given.get("max_num_prompt_tokens"):
         raise ConfigError(NO_PROMPT_LIMIT)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner.disk_store import HEADER, MAGIC, VERSION, DiskStore
+from paceline.runner.stores.disk_store import HEADER, MAGIC, VERSION, DiskStore
 from tests.e2e.http_server import read_reply, request_bytes
 from tests.e2e.model_cli import COMMAND, environment, run, run_process
 from tests.waiting import wait_until

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 from paceline import LLM
 from paceline.config.engine import PreemptionCosts
 from paceline.kv.tiers import DISK
-from paceline.runner.store_level import StoreLevel
+from paceline.runner.stores.store_level import StoreLevel
 from tests.gpu.engine_cases import ENGINE, PROMPTS, saved, tokens_of
 
 

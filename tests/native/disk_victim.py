@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from paceline import LLM, SamplingParams
 from paceline.config.engine import PreemptionCosts
-from paceline.runner.store_level import StoreLevel
+from paceline.runner.stores.store_level import StoreLevel
 
 NUM_PROMPTS = 12
 LENGTH = 400

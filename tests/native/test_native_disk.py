@@ -26,8 +26,8 @@ from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.errors import ConfigError
 from paceline.kv.tiers import DISK
 from paceline.lab.sim.replayer import replay
-from paceline.runner.disk_store import DiskStore
-from paceline.runner.store_level import StoreLevel
+from paceline.runner.stores.disk_store import DiskStore
+from paceline.runner.stores.store_level import StoreLevel
 from tests.e2e.model_cli import environment
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights

@@ -18,7 +18,7 @@ from paceline.config.engine import PreemptionCosts
 from paceline.core.standing import WEIGHTS_DROPPED
 from paceline.errors import ConfigError
 from paceline.lab.sim.replayer import replay
-from paceline.runner.store_level import StoreLevel
+from paceline.runner.stores.store_level import StoreLevel
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
 from tests.native import disk_victim
@@ -34,7 +34,7 @@ FOUND = 384  # tokens of a prompt that are found when all of it is known
 @pytest.fixture(autouse=True)
 def cheap_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreLevel, "with_rates", disk_victim.cheap_disk)
-    monkeypatch.setattr("paceline.runner.stores.NEWS_S", 0.01)
+    monkeypatch.setattr("paceline.runner.stores.store_threads.NEWS_S", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ class Shared:
 @pytest.fixture
 def shared(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
     made = Shared(model, tmp_path)
-    monkeypatch.setattr("paceline.runner.redis_store.connect", made.connect)
+    monkeypatch.setattr("paceline.runner.stores.redis_store.connect", made.connect)
     yield made
     for client in made.clients:
         client.may_go.set()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, LoRARequest, SamplingParams
-from paceline.runner.store_level import StoreLevel
+from paceline.runner.stores.store_level import StoreLevel
 from tests.adapter_folders import adapter_arrays, write_adapter
 from tests.kernels import host_code
 from tests.model_folder import write_model, write_weights
@@ -37,7 +37,7 @@ def below(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "disk":
         return {"kv_disk_dir": str(tmp_path / "kv"), "kv_disk_size": 1 << 26}
     server = fake_server()
-    monkeypatch.setattr("paceline.runner.redis_store.connect", lambda url: Client(server))
+    monkeypatch.setattr("paceline.runner.stores.redis_store.connect", lambda url: Client(server))
     return {"kv_store": "redis://store", "kv_store_key": str(tmp_path / "key")}
 
 

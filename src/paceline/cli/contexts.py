@@ -19,6 +19,7 @@ from paceline.cli.command import Command, CommandGroup
 from paceline.cli.flags import engine_options, find_model
 from paceline.cli.steer import ServerOptions
 from paceline.cli.terminal import columns
+from paceline.config.engine import REUSE
 from paceline.config.options import option
 from paceline.core.parameters import MAX_PIN_S
 from paceline.errors import InputError
@@ -52,7 +53,7 @@ class AddOptions:
     context_reuse: str = option(
         "exact",
         "how it is computed; exact: as the beginning of a conversation; blend: alone, to be placed in prompts",
-        choices=("exact", "blend"),
+        choices=REUSE,
     )
     role: str = option(
         "user", "role of the message that begins with it, as it is computed", choices=("user", "system")

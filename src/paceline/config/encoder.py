@@ -28,13 +28,13 @@ class EncoderWork:
     least: str = "position"  # part of the line that a step computes: a position, a layer, or all of the line
 
     def prices(self, products: int) -> tuple[float, float]:
-        """In tokens of a prompt: a position of keys and values, and one of attention to so many units."""
+        """In tokens of a prompt: a position of keys and values, and one of attention to `products` units."""
         return self.keys_share / self.token_positions, (
             1.0 + self.product_share * products
         ) / self.token_positions
 
     def positions(self, tokens: float, first: int, units: int, products: int) -> int:
-        """How many positions from `first` on take at most so many tokens of a prompt, of a line without end."""
+        """How many positions from `first` on take at most this number of tokens of a prompt, of a line without end."""
         prices, left, at = self.prices(products), tokens, first
         while left > 0:
             stage, start = divmod(at, units)

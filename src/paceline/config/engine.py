@@ -83,7 +83,6 @@ class KVConfig:
     cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
     num_disk_blocks: int = 0  # and those that the host evicts, on a disk
     # Of the host's, those that are only the way to the disk; 0: it keeps prefixes.
-    # Of the host's, those that are only the way to the disk; 0: it keeps prefixes.
     num_staging_blocks: int = 0
     # Where models share memory: blocks that come and go together, and how few there are at least while it computes.
     slab_blocks: int = 0  # 0: all blocks are there for good

@@ -55,5 +55,5 @@ UNKNOWN = Blending()
 
 
 def notices_of(known: Blending, *, is_wanted: bool) -> tuple[str, ...]:
-    """What an operator who wants it should know."""
+    """Sentences for the operator of a server; `is_wanted`: it was started to offer blending."""
     return (f"contexts are not blended: {known.refusal}",) if is_wanted and known.refusal else ()

@@ -9,7 +9,7 @@ and disk touch nothing that these do: a place is taken or given back only with a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -72,6 +72,33 @@ class RowJoins:
     media: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     sampling: tuple[SamplingParams, ...] = ()
     tokens: tuple[I32, ...] = ()  # empty for a row that is copied from another (see RowCopies)
+
+
+def whole_rows(
+    rows: Iterable[int],
+    texts: Sequence[Iterable[int]],
+    limits: Iterable[int],
+    sampling: SamplingParams,
+    *,
+    num_computed: int = 0,
+    generation: int = 1,
+) -> RowJoins:
+    """Rows that join with these tokens, all of them prompt; for plans that no scheduler makes."""
+    tokens = tuple(map(i32, texts))
+    lengths, none = i32(map(len, tokens)), i32([0] * len(tokens))
+    return RowJoins(
+        row=i32(rows),
+        generation=none + np.int32(generation),
+        num_prompt=lengths,
+        num_tokens=lengths,
+        num_computed=none + np.int32(num_computed),
+        limit=i32(limits),
+        pad=none,
+        model=none,
+        adapter=none,
+        sampling=(sampling,) * len(tokens),
+        tokens=tokens,
+    )
 
 
 @value

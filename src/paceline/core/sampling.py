@@ -12,15 +12,16 @@ import enum
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from paceline.core.keywords import refusing
 from paceline.core.parameters import KVKeep, NestedParameter, Pin, PoolingParams
 from paceline.core.structure import Structure
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, refusing
 
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
+OF_BRANCH: Mapping[str, Any] = {"n": 1, "prompt_logprobs": None, "pin": None}  # what is its parent's alone
 MAX_BRANCHES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -289,11 +290,14 @@ class SamplingParams:
         _check_ranges(self)
         _check_counts(self)
 
-    def of_branch(self, max_tokens: int, min_tokens: int) -> Self:
-        """These for a single branch that may generate so many tokens. Nothing else changes and all was checked before:
-        a beam makes several branches for each token, and `replace` checks every field."""
+    def of_branch(self, max_tokens: int, min_tokens: int, changes: Mapping[str, Any] = NO_CHANGES) -> Self:
+        """These for a single branch of a request, which may generate `max_tokens` tokens, with `changes`."""
+        changed = {"max_tokens": max_tokens, "min_tokens": min_tokens, **OF_BRANCH}
+        if changes:
+            return replace(self, **{**changed, **changes, "n": 1})
+        # Nothing else changes and all was checked before: a beam makes several branches for each token, and `replace`
+        # checks every field.
         found = object.__new__(type(self))
-        changed = {"max_tokens": max_tokens, "min_tokens": min_tokens, "n": 1, "prompt_logprobs": None}
         for name in _FIELDS:
             object.__setattr__(found, name, changed[name] if name in changed else getattr(self, name))
         return found

@@ -182,17 +182,17 @@ class Engine:
             branch.tenant, branch.service_level = given.tenant, given.service_level
             branch.arrival_s, branch.adapter = given.arrival_s, given.adapter
             branch.is_module = given.is_module
-            if given.media:
-                self.media.attach(branch, given.media)
-            if given.modules:
-                self.modules.attach(branch, given.modules)
-            if branch is not branches[0]:
-                branch.parent = branches[0].id
-                branch.keys = branches[0].keys.copy()
-            elif sampling.prompt_logprobs is None:
-                # Else every token of the prompt is computed, none is reused.
-                branch.keys = list(self._hooks.new_keys(branch) if given.keys is None else given.keys)
-        branches[0].branches = len(branches) - 1
+        first, *others = branches
+        if given.media:
+            self.media.attach(first, given.media)
+        if given.modules:
+            self.modules.attach(first, given.modules)
+        if sampling.prompt_logprobs is None:  # else every token of the prompt is computed, none is reused
+            first.keys = list(self._hooks.new_keys(first) if given.keys is None else given.keys)
+        for branch in others:
+            branch.parent, branch.keys = first.id, first.keys.copy()
+            branch.media, branch.modules, branch.stretches = first.media, first.modules, first.stretches
+        first.branches = len(others)
         return branches
 
     def prompt_keys(self, tokens: NDArray[np.int32], tenant: str, adapter: int) -> Iterator[list[BlockKey]]:
@@ -272,22 +272,12 @@ class Engine:
                 "more there may be"
             )
         min_tokens = min(max(0, parent.sampling.min_tokens - at), changes.get("max_tokens", left))
-        if not changes:
-            return parent.sampling.of_branch(left, min_tokens)
         if (
             changes.get("structured_outputs", parent.sampling.structured_outputs)
             != parent.sampling.structured_outputs
         ):
             raise InvalidRequest("a branch has the structure of its parent", param="structured_outputs")
-        values = {
-            "max_tokens": left,
-            "min_tokens": min_tokens,
-            "prompt_logprobs": None,
-            "pin": None,
-            **changes,
-            "n": 1,
-        }
-        return replace(parent.sampling, **values)
+        return parent.sampling.of_branch(left, min_tokens, changes)
 
     def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
         """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.

@@ -26,7 +26,8 @@ class Media:
     ) -> None:
         self._encodings = scheduler.state.encodings
         self._kv = scheduler.state.kv
-        self._runner = runner
+        self._sees = runner is not None
+        self._runner = runner  # None while the model sleeps: its memory is given back
         self._key_of = key_of
         self._held: dict[int, MediaInput] = {}
 
@@ -43,30 +44,32 @@ class Media:
 
     def hold(self, request: Request, parts: Sequence[MediaPart]) -> None:
         """A request was accepted: the runner keeps what its items are made from."""
-        assert self._runner is not None
+        assert self._sees
         for number, (_, given) in zip(self._encodings.numbers(request), parts, strict=True):
             if number not in self._held:
                 self._held[number] = given
-                self._runner.hold(number, given)
+                if self._runner is not None:
+                    self._runner.hold(number, given)
 
     def let_go(self) -> None:
         """What no request and no step under way needs is dropped."""
         if not self._encodings.dropped:
             return
-        assert self._runner is not None
         for number in self._encodings.take_dropped(self._kv.completed):
             del self._held[number]
-            self._runner.drop(number)
+            if self._runner is not None:
+                self._runner.drop(number)
 
     def sleep(self) -> None:
-        """The runner's memory goes."""
+        """The runner goes; what requests have is kept here."""
         if self._runner is not None:
             for number in self._held:
                 self._runner.drop(number)
+        self._runner = None
 
     def wake(self, runner: Runner) -> None:
         """Another runner computes from now on."""
-        if self._runner is not None:
+        if self._sees:
             self._runner = cast(MediaRunner, runner)
             for number, given in self._held.items():
                 self._runner.hold(number, given)

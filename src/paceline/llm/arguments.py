@@ -12,8 +12,7 @@ from typing import Any
 
 from paceline.config.engine import EngineConfig, KVConfig, ModelConfig, SchedulerConfig
 from paceline.config.options import options_of, pick
-from paceline.core.keywords import Hints, is_off, not_supported, refuse, with_closest
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, Hints, PacelineError, did_you_mean, is_off, not_supported, refuse
 
 ENGINE_CONFIGS = (KVConfig, SchedulerConfig, EngineConfig)
 # Other names for options: what vLLM calls them.
@@ -44,7 +43,7 @@ def split_arguments(model: str | None, given: Mapping[str, Any]) -> tuple[ModelC
     known = {spec.name for config in (ModelConfig, *ENGINE_CONFIGS) for spec in options_of(config)}
     for name in options:
         if name not in known:
-            raise ConfigError(with_closest(f"there is no option {name}", name, known))
+            raise ConfigError(f"there is no option {name}{did_you_mean(name, known)}")
     own = pick(ModelConfig, options)
     engine = {name: value for name, value in options.items() if name not in own}
     for config in ENGINE_CONFIGS:  # before a model is loaded for nothing

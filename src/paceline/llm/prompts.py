@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-from paceline.core.keywords import is_off, not_supported
 from paceline.core.sampling import PARAMETERS, Offer, SamplingParams
 from paceline.core.stretch import MediaPart, ModulePart, PromptParts
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, is_off, not_supported
 from paceline.llm.arguments import PROMPT_KEYS
-from paceline.media.pictures import OpenPicture, Pictures, PlacedPicture
+from paceline.media.pictures import OpenPicture, PictureReader, PlacedPicture
 from paceline.media.sources import take_pictures
 from paceline.text.answer import AnswerForm
 from paceline.text.dialect import ChatRequest, Dialect
@@ -244,7 +243,7 @@ class ChatPrompts:
     """Renders conversations for one model. `settings` as in `Dialect`."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, *, pictures: Pictures | None = None, **settings: Any
+        self, tokenizer: Tokenizer | None, *, pictures: PictureReader | None = None, **settings: Any
     ) -> None:
         """`pictures`: of a model that sees them."""
         self._tokenizer = tokenizer

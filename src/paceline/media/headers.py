@@ -1,12 +1,16 @@
 """What a picture's file says of itself before it is decoded: format, width, height, and how it is to be turned.
 
 Reads PNG, JPEG, WebP, GIF and BMP; other formats are refused. Nothing is decompressed, so a header that promises a
-gigantic picture costs nothing, and a picture's price is known without the library that decodes it.
+gigantic picture costs nothing, and a picture's price is known without the library that decodes it. A file made of very
+many small parts is refused after a bounded number of them; so is a JPEG of very many scans, each of which a decoder
+applies to the whole picture.
 """
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.errors import InvalidImage
@@ -14,10 +18,14 @@ from paceline.errors import InvalidImage
 MAX_BYTES = 20_000_000
 MAX_PIXELS = 64_000_000
 MAX_SIDE = 16_384
+MAX_PARTS = 20_000  # chunks, segments or blocks of a file
+MAX_SCANS = 100  # of a JPEG; progressive ones have about 10
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112
 _NO_FRAME = frozenset((0xC4, 0xC8, 0xCC))  # of the markers C0 to CF, those that begin no frame
-_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a length
+# A marker that has a length, or the one that ends a picture; not those within the data of a scan.
+_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]", re.DOTALL)
+_SCAN, _END = 0xDA, 0xD9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +98,9 @@ def _png(data: bytes) -> Header:
         raise InvalidImage("the picture is no valid PNG")
     width, height = struct.unpack_from(">II", data, 16)
     at, orientation = 8, 1
-    while at + 8 <= len(data):
+    for _ in _parts():
+        if at + 8 > len(data):
+            break
         (size,) = struct.unpack_from(">I", data, at)
         kind = data[at + 4 : at + 8]
         if kind == b"eXIf":
@@ -102,25 +112,30 @@ def _png(data: bytes) -> Header:
 
 
 def _jpeg(data: bytes) -> Header:
-    at, orientation = 2, 1
-    while True:
-        while data[at] != 0xFF:  # what is between segments is skipped, as decoders do
-            at += 1
-        while data[at] == 0xFF:
-            at += 1
-        marker = data[at]
-        at += 1
-        if marker in _ALONE or marker == 0:
-            continue
-        if marker in (0xD9, 0xDA):
+    at, orientation, num_scans = 2, 0, 0
+    sides: tuple[int, int] | None = None
+    for _ in _parts():
+        found = _MARKER.search(data, at)  # what is between segments is skipped, as decoders do
+        if found is None:
+            break
+        marker, at = data[found.end() - 1], found.end()
+        if sides is None and marker in (_END, _SCAN):
             raise InvalidImage("the picture is no valid JPEG")
+        if marker == _END or (sides is not None and at + 2 > len(data)):
+            break
         (size,) = struct.unpack_from(">H", data, at)
-        if marker == 0xE1 and data[at + 2 : at + 8] == b"Exif\0\0":
+        if marker == 0xE1 and not orientation and data[at + 2 : at + 8] == b"Exif\0\0":
             orientation = _turned(data[at + 8 : at + size])
-        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME and sides is None:
             height, width = struct.unpack_from(">HH", data, at + 3)
-            return Header(format="JPEG", width=width, height=height, orientation=orientation)
+            sides = width, height
+        num_scans += marker == _SCAN
+        if num_scans > MAX_SCANS:
+            raise InvalidImage(f"the picture has more than {MAX_SCANS} scans; save it as an ordinary JPEG")
         at += max(size, 2)
+    if sides is None:
+        raise IndexError(at)
+    return Header(format="JPEG", width=sides[0], height=sides[1], orientation=orientation or 1)
 
 
 def _webp(data: bytes) -> Header:
@@ -136,7 +151,9 @@ def _webp(data: bytes) -> Header:
     else:
         raise InvalidImage("the picture is no valid WebP")
     at, orientation = 12, 1
-    while at + 8 <= len(data):
+    for _ in _parts():
+        if at + 8 > len(data):
+            break
         (size,) = struct.unpack_from("<I", data, at + 4)
         if data[at : at + 4] == b"EXIF":
             orientation = _turned(data[at + 8 : at + 8 + size].removeprefix(b"Exif\0\0"))
@@ -150,11 +167,14 @@ def _gif(data: bytes) -> Header:
     width, height = struct.unpack_from("<HH", data, 6)
     flags = data[10]
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    parts = _parts()
     while data[at] == 0x21:  # an extension: blocks up to an empty one
         at += 2
         while data[at]:
             at += 1 + data[at]
+            next(parts)
         at += 1
+        next(parts)
     if data[at] != 0x2C:
         raise InvalidImage("the picture is a GIF without a frame")
     left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, at + 1)
@@ -165,6 +185,13 @@ def _bmp(data: bytes) -> Header:
     (size,) = struct.unpack_from("<I", data, 14)
     width, height = struct.unpack_from("<HH" if size == 12 else "<ii", data, 18)
     return Header(format="BMP", width=width, height=abs(height))
+
+
+def _parts() -> Iterator[None]:
+    """A turn for each part of a file. Raises InvalidImage where there are too many."""
+    for _ in range(MAX_PARTS):
+        yield
+    raise InvalidImage(f"the picture's file has more than {MAX_PARTS} parts; save it again")
 
 
 def _exactly(data: bytes, at: int, size: int) -> bytes:

@@ -43,8 +43,8 @@ class OpenPicture:
     header: Header | None = None  # None: it is a picture of Pillow
 
 
-class Pictures:
-    """Those of one model."""
+class PictureReader:
+    """Opens and prepares the pictures of one model's prompts."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class PlacedPicture:
         return [MediaPart(start, given) for start, given in zip(self.starts, items, strict=True)]
 
 
-def open_pictures(path: Path, model: ModelConfig) -> Pictures | None:
-    """Those of a model that sees; None for one that reads text only. Raises ConfigError for options that do not fit."""
+def open_pictures(path: Path, model: ModelConfig) -> PictureReader | None:
+    """The reader of a model that sees; None for one that reads text only. Raises ConfigError for wrong options."""
     limits = _mapping(model.limit_mm_per_prompt, "limit-mm-per-prompt")
     limit = limits.pop("image", DEFAULT_LIMIT)
     if limits:
@@ -148,7 +148,7 @@ def open_pictures(path: Path, model: ModelConfig) -> Pictures | None:
             )
         return None
     cache_bytes = int(model.mm_processor_cache_gb * 2**30)
-    return Pictures(settings, limit=limit, cache_bytes=cache_bytes, shares=model.share_media_cache)
+    return PictureReader(settings, limit=limit, cache_bytes=cache_bytes, shares=model.share_media_cache)
 
 
 def _mapping(text: str, name: str) -> dict[str, Any]:

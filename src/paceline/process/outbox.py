@@ -21,7 +21,7 @@ from paceline.process.frames import ID, TOKEN, Rejected, Update
 
 # With the largest frame at its smallest allowed size (64 KiB) each kind may fill a sixth of it.
 _SHARE = 6
-_ENDING_BYTES = 176
+ENDING_BYTES = 256  # of one with the largest numbers; a test holds it to the fields that there are
 _REJECTED_BYTES = 2048
 _FORECAST_BYTES = 288
 _LOGPROBS_BYTES = 128  # and 16 for each of the likeliest tokens
@@ -139,9 +139,9 @@ class Outbox:
     def _take_endings(self) -> list[Finished]:
         taken: list[Finished] = []
         room = self._bytes
-        while self.endings and (not taken or room >= _ENDING_BYTES + len(self.endings[0].vector)):
+        while self.endings and (not taken or room >= ENDING_BYTES + len(self.endings[0].vector)):
             taken.append(self.endings.popleft())  # one at least, whatever its vector
-            room -= _ENDING_BYTES + len(taken[-1].vector)
+            room -= ENDING_BYTES + len(taken[-1].vector)
         return taken
 
     def _take_logprobs(self, waiting: deque[LogprobEvent]) -> list[LogprobEvent]:

@@ -26,6 +26,7 @@ from paceline.core.plan import (
     StepPlan,
     StepResult,
     i32,
+    whole_rows,
 )
 from paceline.core.sampling import SamplingParams
 from paceline.core.stretch import RECOMPUTED
@@ -42,6 +43,7 @@ OnPrompt = Callable[[int, int], None]  # how many are done, and of how many
 ANSWER = 12  # tokens that are compared
 MOST_AT_START = 800  # tokens of a prompt of our own
 BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
 def blend_objection(spec: ModelSpec, model: ModelConfig, config: EngineConfig, *, on_gpu: bool) -> str:
@@ -209,19 +211,8 @@ class _Bench:
         return self._last()
 
     def _joins(self, rows: range, sequences: Sequence[list[int]]) -> RowJoins:
-        lengths = i32(map(len, sequences))
-        return RowJoins(
-            row=i32(rows),
-            generation=i32([self._seq] * len(rows)),
-            num_prompt=lengths,
-            num_tokens=lengths,
-            num_computed=i32([0] * len(rows)),
-            limit=lengths + ANSWER,
-            pad=i32([0] * len(rows)),
-            model=i32([0] * len(rows)),
-            sampling=(SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),) * len(rows),
-            tokens=tuple(map(i32, sequences)),
-        )
+        limits = [len(tokens) + ANSWER for tokens in sequences]
+        return whole_rows(rows, sequences, limits, GREEDY, generation=self._seq)
 
     def _blocks(self, rows: range) -> BlockAppends:
         row = np.repeat(np.arange(rows.start, rows.stop), self._per_row)

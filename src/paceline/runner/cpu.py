@@ -54,7 +54,7 @@ from paceline.runner.pooling import Pooler, States
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
 
 if TYPE_CHECKING:
-    from paceline.runner.store_level import StoreLevel
+    from paceline.runner.stores.store_level import StoreLevel
 
 I32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]

@@ -54,6 +54,9 @@ class DeviceRows:
     def apply(self, plan: StepPlan) -> None:
         """Leaves, joins, row copies and block appends of a plan."""
         self.decoding[plan.leaves] = False
+        if self.media:  # what steps of text alone ask before they look at any row
+            for row in plan.leaves.tolist():
+                self.media.pop(row, None)
         if len(plan.joins.row):
             self._join(plan.joins)
             self._copy_rows(plan.row_copies)

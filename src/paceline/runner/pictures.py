@@ -25,6 +25,7 @@ from paceline.runner.device_rows import DeviceRows, FlatBatch
 
 Index = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Items = tuple[tuple[int, int, int], ...]  # where each begins and ends in a row, and its number
 _logger = logging.getLogger("paceline")
 NO_VECTOR = -1  # in the place of a slot: the token is text
 TIMES = 2
@@ -135,16 +136,13 @@ class Pictures:
         if not rows.media:
             return None
         found: Index | None = None
-        first = batch.last + 1 - batch.count
-        for index, row in enumerate(batch.rows.tolist()):
-            start, end = int(batch.start[index]), int(batch.start[index] + batch.count[index])
-            if batch.masked[index]:
+        for media, start, end, first in _rows_with_items(rows, batch):
+            if media[-1][1] <= start:  # all of its pictures are behind it
                 continue
-            for low, high, slots in self.within(rows.media.get(row, ()), start, end):
+            for low, high, slots in self.within(media, start, end):
                 if found is None:
                     found = np.full(len(batch.tokens), NO_VECTOR, np.int64)
-                place = int(first[index]) - start
-                found[place + low : place + high] = slots
+                found[first + low - start : first + high - start] = slots
         return found
 
     def within(
@@ -162,21 +160,28 @@ class Pictures:
         if not rows.media:
             return None
         found: Index | None = None
-        first = batch.last + 1 - batch.count
-        for index, row in enumerate(batch.rows.tolist()):
-            start, end = int(batch.start[index]), int(batch.start[index] + batch.count[index])
-            media = rows.media.get(row, ())
-            if not media or media[0][0] >= end or batch.masked[index]:
+        for media, start, end, first in _rows_with_items(rows, batch):
+            if media[0][0] >= end:
                 continue
             if found is None:
                 found = np.tile(batch.positions, (3, 1))
             pictures = (self._standing(*each) for each in media)
-            found[:, first[index] : first[index] + end - start] = turns(pictures, start, end)
+            found[:, first : first + end - start] = turns(pictures, start, end)
         return found
 
     def _standing(self, begin: int, end: int, media: int) -> Standing:
         _, rows, columns = self._held[media].grid
         return Standing(begin, end, rows // self._merge, columns // self._merge)
+
+
+def _rows_with_items(rows: DeviceRows, batch: FlatBatch) -> Iterator[tuple[Items, int, int, int]]:
+    """Of each row of a batch that has items: these, between which positions it computes, and the place of its first
+    token in the batch."""
+    for index, row in enumerate(batch.rows.tolist()):
+        media = rows.media.get(row)
+        if media is not None and not batch.masked[index]:
+            start, count = int(batch.start[index]), int(batch.count[index])
+            yield media, start, start + count, int(batch.last[index]) + 1 - count
 
 
 def usual_picture(patches: PatchSpec) -> MediaInput:

@@ -172,7 +172,7 @@ class Encodings:
             self.pool.release(encoding.pages)
 
     def computed(self, row: int, num_computed: int) -> None:
-        """A row has computed so many tokens: the items before them are behind it."""
+        """A row has computed `num_computed` tokens: the items before them are behind it."""
         media = self.rows[row]
         while media.passed < len(media.stretches) and media.stretches[media.passed].end <= num_computed:
             encoding = media.held.pop(media.passed, None)
@@ -209,7 +209,7 @@ class Encodings:
     # -- the line ------------------------------------------------------------------------------------------
 
     def buy(self, tokens: int, in_order: Callable[[], Iterable[int]], step: int) -> int:
-        """Plan as much of the line as takes so many tokens of a prompt; returns what it takes. `in_order`: the rows
+        """Plan as much of the line as `tokens` tokens of a prompt pay for; returns what it takes. `in_order`: the rows
         that compute prompts."""
         assert self.work is not None
         self.lacks_pages = False
@@ -275,7 +275,7 @@ class Encodings:
             self.unfinished.append(self.group)
 
     def most_steps(self, tokens: int) -> int:
-        """In how many steps of so many tokens all that rows have is encoded, if none of it is there. For checks."""
+        """In how many steps of `tokens` tokens all that rows have is encoded, if none of it is there. For checks."""
         if self.work is None:
             return 0
         units = [item.units for media in self.rows.values() for item in media.request.media]

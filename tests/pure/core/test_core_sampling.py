@@ -1,6 +1,7 @@
 """Sampling parameters: each field at its limit and just beyond it, and the seeds of branches."""
 
 import math
+import tracemalloc
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.sampling import UNSUPPORTED, RequestOutputKind, SamplingParams, branch_seed
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, did_you_mean
 
 INT_MAX = 2**31 - 1
 TINY = 1e-12
@@ -185,6 +186,16 @@ def test_what_is_not_supported_is_refused_by_name_with_a_hint(name: str) -> None
     assert SamplingParams(**nothing, top_p=0.5) == SamplingParams(top_p=0.5), "None asks for nothing"
 
 
+def test_a_name_of_millions_of_characters_is_not_compared_as_a_whole() -> None:
+    name = "temprature" + "e" * 3_000_000
+    tracemalloc.start()
+    hint = did_you_mean(name, ["temperature", "top_p"])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not hint and peak < 100_000
+    assert did_you_mean("temprature", ["temperature", "top_p"]) == "; did you mean temperature?"
+
+
 def test_an_unknown_name_suggests_the_closest() -> None:
     given: dict[str, Any] = {"temprature": 0.5}
     with pytest.raises(
@@ -207,4 +218,5 @@ def test_parameters_of_a_branch_are_those_with_other_lengths() -> None:
     )
     expected = replace(whole, max_tokens=5, min_tokens=2, n=1, prompt_logprobs=None)
     assert whole.of_branch(5, 2) == expected
+    assert whole.of_branch(5, 2, {"top_k": 3}) == replace(expected, top_k=3)
     assert (whole.n, whole.max_tokens) == (3, 64)

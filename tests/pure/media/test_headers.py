@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.errors import InvalidImage
 from paceline.media.decode import decode
-from paceline.media.headers import MAX_BYTES, MAX_SIDE, check_type, read_header
+from paceline.media.headers import MAX_BYTES, MAX_PARTS, MAX_SCANS, MAX_SIDE, check_type, read_header
 from tests.pictures import encoded, picture, sixty, turned
 
 
@@ -78,6 +78,42 @@ def test_text_that_unpacks_to_gigabytes_is_not_unpacked() -> None:
     data = _png(8, 8, (b"zTXt", text), (b"IDAT", zlib.compress(bytes(8 * 25))))
     with pytest.raises(InvalidImage, match="damaged"):
         decode(data, read_header(data))
+
+
+def _jpeg_of_scans(count: int) -> bytes:
+    """One whose last scan stands there again and again: a decoder goes over all pixels for each."""
+    data = encoded(picture(24, 18), "JPEG", progressive=True)
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    known = data.count(b"\xff\xda")
+    return data[:end] + data[last:end] * (count - known) + data[end:]
+
+
+def test_a_jpeg_of_very_many_scans_is_refused() -> None:
+    data = _jpeg_of_scans(MAX_SCANS)
+    assert decode(data, read_header(data)).size == (24, 18)
+    with pytest.raises(InvalidImage, match="more than 100 scans"):
+        read_header(_jpeg_of_scans(MAX_SCANS + 1))
+
+
+def test_what_stands_behind_a_jpeg_counts_for_nothing() -> None:
+    data = _jpeg_of_scans(MAX_SCANS) + b"\xff\xda\0\x02" * (2 * MAX_PARTS)
+    assert read_header(data).shown == (24, 18)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _png(8, 8, *[(b"tEXt", b"")] * MAX_PARTS),
+        b"\xff\xd8" + b"\xff\xfe\0\x02" * (MAX_PARTS + 1),
+        b"RIFF\0\0\0\0WEBP" + b"VP8L" + bytes(12) + (b"abcd" + bytes(4)) * (MAX_PARTS + 1),
+        b"GIF89a" + bytes(7) + b"\x21\xfe\0" * (MAX_PARTS + 1),
+        b"GIF89a" + bytes(7) + b"\x21\xfe" + b"\x01x" * (MAX_PARTS + 1),
+    ],
+    ids=["PNG", "JPEG", "WEBP", "GIF", "blocks of a GIF"],
+)
+def test_a_file_of_very_many_parts_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidImage, match="more than 20000 parts"):
+        read_header(data)
 
 
 @pytest.mark.parametrize(

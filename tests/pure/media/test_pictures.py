@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError, InvalidImage, InvalidRequest, MediaNotAllowed, UnsupportedModality
-from paceline.media.pictures import Pictures, open_pictures
+from paceline.media.pictures import PictureReader, open_pictures
 from paceline.media.settings import PatchSettings
 from paceline.media.sources import Picture, take_pictures
 from tests.model_folder import write_model
@@ -44,19 +44,19 @@ def _take(part: Any, **options: Any) -> Picture:
     ],
 )
 def test_parts_of_every_api(part: Any) -> None:
-    assert Pictures(SETTINGS).open(_take(part)).data == DATA
+    assert PictureReader(SETTINGS).open(_take(part)).data == DATA
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.media.decode.can_decode", lambda: False)
     with pytest.raises(UnsupportedModality, match=r"pip install 'paceline\[vision\]'"):
-        Pictures(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": URL}}))
+        PictureReader(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": URL}}))
 
 
 def test_parts_of_a_program(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(DATA)
-    pictures = Pictures(SETTINGS)
+    pictures = PictureReader(SETTINGS)
     parts = [
         {"type": "image", "image": picture(60, 40)},
         {"type": "image_pil", "image_pil": picture(60, 40)},
@@ -126,7 +126,7 @@ def test_parts_that_are_wrong(part: Any, error: type[Exception], words: str) -> 
 )
 def test_pictures_that_are_wrong(url: str, words: str) -> None:
     with pytest.raises(InvalidImage, match=rf"messages\[0\].content\[0\]: the picture .*{words}"):
-        Pictures(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": url}}))
+        PictureReader(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": url}}))
 
 
 def test_too_many_pictures_are_counted_before_they_are_opened() -> None:
@@ -136,7 +136,7 @@ def test_too_many_pictures_are_counted_before_they_are_opened() -> None:
 
 
 def test_what_was_prepared_is_kept_within_bounds() -> None:
-    pictures = Pictures(SETTINGS, cache_bytes=40_000)
+    pictures = PictureReader(SETTINGS, cache_bytes=40_000)
     first = pictures.open(_take({"type": "image_url", "image_url": URL}))
     (item,) = pictures.prepare(first, "a")
     assert pictures.prepare(first, "a")[0] is item
@@ -148,24 +148,24 @@ def test_what_was_prepared_is_kept_within_bounds() -> None:
         pictures.prepare(pictures.open(_take(part, is_local=True)), "a")
         assert 0 < cache.num_bytes <= 40_000
     assert pictures.prepare(first, "a")[0] is not item
-    assert Pictures(SETTINGS, cache_bytes=10).prepare(first, "a")[0].content == item.content
+    assert PictureReader(SETTINGS, cache_bytes=10).prepare(first, "a")[0].content == item.content
 
 
 def test_tenants_share_where_an_operator_says_so() -> None:
-    pictures = Pictures(SETTINGS, shares=True)
+    pictures = PictureReader(SETTINGS, shares=True)
     opened = pictures.open(_take({"type": "image_url", "image_url": URL}))
     assert pictures.prepare(opened, "a")[0] is pictures.prepare(opened, "b")[0]
 
 
 def test_contents_differ_by_all_that_decides_the_pixels() -> None:
-    pictures = Pictures(SETTINGS)
+    pictures = PictureReader(SETTINGS)
     parts = [
         {"type": "image_url", "image_url": {"url": URL}},
         {"type": "image", "image": picture(60, 40, seed=1)},
         {"type": "image", "image": picture(40, 60)},
     ]
     taken = [_take(part, is_local=True) for part in parts]
-    other = Pictures(PatchSettings(patch=14, merge=2, min_pixels=3136, max_pixels=40_000))
+    other = PictureReader(PatchSettings(patch=14, merge=2, min_pixels=3136, max_pixels=40_000))
     contents = [pictures.prepare(pictures.open(each), "")[0].content for each in taken]
     contents.append(other.prepare(other.open(taken[0]), "")[0].content)
     assert len(set(contents)) == len(contents)
@@ -222,7 +222,7 @@ PART = st.dictionaries(
 @given(kind=st.sampled_from(["image_url", "input_image", "image", "image_pil"]), part=PART)
 @settings(deadline=None, max_examples=30 * settings().max_examples)
 def test_parts_of_any_shape_are_pictures_or_refused(kind: str, part: dict[str, Any]) -> None:
-    pictures = Pictures(SETTINGS)
+    pictures = PictureReader(SETTINGS)
     try:
         picture = _take({**part, "type": kind})
         if not picture.url and not picture.file_id:

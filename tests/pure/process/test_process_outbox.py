@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from paceline.core.events import Finished, LogprobEvent, StepEvents, TokenEvents
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import FinishReason, RequestId
+from paceline.core.request import Cost, FinishReason, RequestId
 from paceline.process import frames
 from paceline.process.client import EngineStats
-from paceline.process.outbox import Outbox
+from paceline.process.outbox import ENDING_BYTES, Outbox
 
 SMALLEST_FRAME = 64 << 10
 
@@ -126,6 +126,28 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_it_is_owed() -> Non
     held = sys.getsizeof(stretch.branches) + sys.getsizeof(stretch.tokens)
     assert held < 2 * num_tokens * (frames.ID.itemsize + frames.TOKEN.itemsize)
     assert not outbox.endings and not stretch.logprobs and not outbox.rejections
+
+
+def test_an_ending_of_the_largest_numbers_has_room() -> None:
+    most = 2**40
+    ending = Finished(
+        RequestId(most),
+        FinishReason.LENGTH,
+        "x" * 32,
+        time_s=1e9,
+        num_prompt=most,
+        num_output=most,
+        num_cached=most,
+        preemptions=most,
+        queue_s=1e9,
+        cost=Cost(*[most] * len(Cost._fields)),
+    )
+    outbox = Outbox(SMALLEST_FRAME)
+    sizes = []
+    for endings in ([], [ending]):
+        outbox.endings.extend(endings)
+        sizes.append(len(frames.encode(outbox.take())))
+    assert sizes[1] - sizes[0] <= ENDING_BYTES
 
 
 def test_many_endings_and_refusals_are_split_over_frames() -> None:

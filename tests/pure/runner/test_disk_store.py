@@ -17,7 +17,7 @@ import pytest
 
 from paceline.core.store import BlockHead
 from paceline.errors import ConfigError
-from paceline.runner.disk_store import HEADER, RECORD, DiskStore
+from paceline.runner.stores.disk_store import HEADER, RECORD, DiskStore
 
 PLACE = 4096
 SIZE = 1 << 20

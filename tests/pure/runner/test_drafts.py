@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.speculative import DraftConfig, read_speculative_config
-from paceline.core.plan import EMPTY, DraftTally, RowJoins, StepPlan, StepResult, StepTimes, StepWork, i32
+from paceline.core.plan import EMPTY, DraftTally, StepPlan, StepResult, StepTimes, StepWork, i32, whole_rows
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
 from paceline.runner.device_rows import DeviceRows, Drafts
@@ -39,20 +41,8 @@ class Texts:
         num_prompt: int | None = None,
         prediction: tuple[int, ...] = (),
     ) -> None:
-        joins = RowJoins(
-            row=i32([row]),
-            generation=i32([1]),
-            num_prompt=i32([len(text) if num_prompt is None else num_prompt]),
-            num_tokens=i32([len(text)]),
-            num_computed=i32([0]),
-            limit=i32([limit]),
-            pad=i32([0]),
-            model=i32([0]),
-            adapter=i32([0]),
-            texts=np.array([tenant]),
-            sampling=(SamplingParams(),),
-            tokens=(np.array(text, np.int32),),
-        )
+        joins = whole_rows([row], [text], [limit], SamplingParams())
+        joins = replace(joins, texts=np.array([tenant]), num_prompt=i32([num_prompt or len(text)]))
         self.rows.apply(StepPlan(seq=1, joins=joins))
         self.drafter.join(self.rows, row, prediction)
 

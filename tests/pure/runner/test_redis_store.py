@@ -14,7 +14,7 @@ from paceline.config.engine import ModelConfig
 from paceline.core.shared_files import read_key
 from paceline.core.store import ANYWHERE, BlockHead
 from paceline.errors import ConfigError
-from paceline.runner.redis_store import KEPT_S, NEWS, RedisStore, connect
+from paceline.runner.stores.redis_store import KEPT_S, NEWS, RedisStore, connect
 from tests.shared_store import Client, fake_server
 
 PLACE = 4096
@@ -72,7 +72,7 @@ def test_what_one_server_writes_the_others_learn_of_once(server: Any) -> None:
 
 
 def test_a_long_stream_is_read_whole(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.runner.redis_store.TOGETHER", 4)
+    monkeypatch.setattr("paceline.runner.stores.redis_store.TOGETHER", 4)
     fill(open_store(server), range(11))
     assert seen(open_store(server)) == list(range(11))
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.plan import Moves, StepPlan
 from paceline.core.request import BlockKey
 from paceline.core.store import BlockHead
-from paceline.runner.stores import Bytes, StoreThreads
+from paceline.runner.stores.store_threads import Bytes, StoreThreads
 from tests.fake_store import FakeStore
 
 SIZE = 64

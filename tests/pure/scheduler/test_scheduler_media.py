@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -187,6 +189,25 @@ def test_what_pictures_are_made_from_is_held_while_requests_need_it() -> None:
     one.step(12)
     assert device(one).encoder.num_held == 2, "one request has ended"
     one.run()
+    one.step(2)
+    assert device(one).encoder.num_held == 0
+
+
+def test_a_model_that_sleeps_keeps_no_runner_and_its_pictures_are_there_when_it_wakes() -> None:
+    one = bench()
+    first = one.add(prompt(20), media=[MediaPart(2, picture(1))])
+    gone = one.add(prompt(20, 7), media=[MediaPart(2, picture(7))])
+    one.step(2)
+    one.engine.sleep()
+    left = weakref.ref(one.runner)
+    one.runner = FakeRunner(one.config)
+    gc.collect()
+    assert left() is None, "its weights and its KV are given back"
+    second = one.add(prompt(20, 5), media=[MediaPart(2, picture(2))])
+    one.engine.abort(gone)
+    one.engine.wake(one.runner)
+    one.run()
+    assert one.finished.keys() == {first, gone, second}
     one.step(2)
     assert device(one).encoder.num_held == 0
 

@@ -21,7 +21,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.stretch import PLAIN, PromptParts
 from paceline.errors import NeverFits
-from paceline.media.pictures import Pictures
+from paceline.media.pictures import PictureReader
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
@@ -238,7 +238,7 @@ class Api:
         generation: GenerationDefaults | None = None,
         text: Tokenizer | None = None,
         embedding: EmbeddingDefaults | None = None,
-        pictures: Pictures | None = None,
+        pictures: PictureReader | None = None,
         **settings: Any,
     ) -> None:
         text = text or tokenizer()
@@ -315,7 +315,8 @@ class Api:
     def is_at_rest(self) -> bool:
         admission = self.service.admission
         closed = all(stream.is_closed for stream in self.client.streams)
-        return closed and (admission.places_taken, admission.tokens_waiting) == (0, 0)
+        held = admission.places_taken, admission.tokens_waiting, self.service.media_sources.num_bytes
+        return closed and held == (0, 0, 0)
 
 
 def chunks(data: bytes) -> list[Any]:

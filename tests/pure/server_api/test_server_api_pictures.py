@@ -6,6 +6,8 @@ import base64
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import pytest
 from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidImage, InvalidRequest, MediaNotAllowed, NeverFits, UnsupportedModality
-from paceline.llm.prompts import ChatPrompts, PromptReader, prepared_chat
+from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
 from paceline.media import decode
+from paceline.media.headers import Header, read_header
 from paceline.media.pictures import open_pictures
+from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.errors import TooBusy
 from paceline.server.generate import media_work
 from paceline.text.tokenizer import Tokenizer
@@ -121,6 +125,81 @@ def test_the_price_is_known_before_a_pixel_is_decoded(monkeypatch: pytest.Monkey
     with pytest.raises(InvalidRequest, match="maximum context length is"):
         made.ask(CHAT, many)
     assert made.is_at_rest
+
+
+def test_headers_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def read(data: bytes) -> Header:
+        threads.append(current_thread().name)
+        return read_header(data)
+
+    monkeypatch.setattr("paceline.media.pictures.read_header", read)
+    made = api()
+    for route, part in (
+        (CHAT, PART),
+        ("/v1/estimate", PART),
+        ("/v1/messages/count_tokens", BLOCK),
+        ("/tokenize", PART),
+    ):
+        made.ask(
+            route, {"messages": chat(part, TEXT)["messages"]} | ({"max_tokens": 4} if route == CHAT else {})
+        )
+    assert len(threads) == 4 and all(name.startswith("paceline-text") for name in threads)
+
+
+def _with_files(made: Api, folder: Path) -> None:
+    """Every tenant has one file, `file_1`."""
+    path = folder / "picture"
+    path.write_bytes(DATA)
+    file = StoredFile(
+        id="file_1",
+        tenant="",
+        filename="a.png",
+        purpose="vision",
+        bytes=len(DATA),
+        created_at=0,
+        expires_at=None,
+    )
+
+    async def find(tenant: str, file_id: str) -> tuple[StoredFile, Path]:
+        return file, path
+
+    made.service.media_sources.find_file = find
+
+
+def test_files_of_pictures_at_hand_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = api()
+    _with_files(made, tmp_path)
+    held = []
+
+    def decoded(request: PreparedRequest, tenant: str) -> PreparedRequest:
+        held.append(made.service.media_sources.num_bytes)
+        return made.service._chat.decoded(request, tenant)
+
+    monkeypatch.setattr(made.service._pixels, "_chat", SimpleNamespace(decoded=decoded))
+    monkeypatch.setattr(media_work, "MOST_BYTES", 2 * len(DATA))
+    made.ask(CHAT, chat(_file_part(), _file_part(), TEXT))
+    assert held == [2 * len(DATA)] and made.is_at_rest
+    for route in (CHAT, "/v1/estimate"):
+        with pytest.raises(TooBusy, match="bytes of pictures"):
+            made.ask(route, chat(*[_file_part()] * 3, TEXT))
+        assert made.is_at_rest
+
+
+def test_a_file_that_is_deleted_while_it_is_asked_for(tmp_path: Path) -> None:
+    made = api()
+    _with_files(made, tmp_path)
+    (tmp_path / "picture").unlink()
+    with pytest.raises(UnknownFile):
+        made.ask(CHAT, chat(_file_part(), TEXT))
+    assert made.is_at_rest
+
+
+def _file_part() -> dict[str, Any]:
+    return {"type": "input_image", "file_id": "file_1"}
 
 
 def _source(**fields: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from paceline.errors import MediaFetchFailed, MediaNotAllowed
 from paceline.media.headers import MAX_BYTES
-from paceline.server.http.fetch import FAILED, Connection, Fetcher, FetchTarget, is_public
+from paceline.server.http.fetch import FAILED, Connection, Fetcher, FetchTarget, is_public, tls_context
 
 PUBLIC, OTHER = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"
 Serve = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -128,6 +129,7 @@ def test_other_links_are_refused_without_a_question(url: str) -> None:
         *((each,) for each in ("127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.5.4", "169.254.169.254")),
         *((each,) for each in ("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "192.0.2.1")),
         *((each,) for each in ("::1", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::", "2001:db8::1")),
+        *((each,) for each in ("fec0::1", "::127.0.0.1", "64:ff9b:1::7f00:1")),
         *((each,) for each in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2002:a00:1::")),
         (PUBLIC, "10.0.0.1"),
     ],
@@ -221,6 +223,19 @@ def test_what_goes_wrong_is_one_sentence(serve: Any) -> None:
     with pytest.raises(MediaFetchFailed) as found:
         world.fetch("http://pics.example/a.png", timeout_s=2.0 if serve is not _drip else 0.3)
     assert str(found.value) == FAILED
+
+
+def test_what_follows_a_body_is_bounded() -> None:
+    head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"
+    short, long = (f"3\r\npng\r\n0\r\nX-More: {'y' * size}\r\n\r\n".encode() for size in (1_000, 1_000_000))
+    assert World(answer(head, short)).fetch("http://pics.example/a.png") == b"png"
+    with pytest.raises(MediaFetchFailed):
+        World(answer(head, long)).fetch("http://pics.example/a.png")
+
+
+def test_the_certificates_of_the_system_are_read_once() -> None:
+    assert tls_context() is tls_context()
+    assert tls_context().check_hostname and tls_context().verify_mode is ssl.CERT_REQUIRED
 
 
 def test_names_that_do_not_resolve() -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from paceline.config.engine import ModelConfig
 from paceline.llm.prompts import ChatPrompts
-from paceline.media.pictures import Pictures, open_pictures
+from paceline.media.pictures import PictureReader, open_pictures
 from paceline.text.tokenizer import Tokenizer
 from tests.pictures import picture
 from tests.vision_folder import write_deep_model, write_patch_model, write_tile_model
@@ -66,7 +66,7 @@ WRITERS = {"tiles": write_tile_model, "patches": write_patch_model, "deep": writ
 
 
 @pytest.fixture(params=list(WRITERS))
-def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, ChatPrompts, Pictures]:
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, ChatPrompts, PictureReader]:
     folder = WRITERS[request.param](tmp_path)
     pictures = open_pictures(folder, ModelConfig(model=str(folder)))
     assert pictures is not None
@@ -99,7 +99,7 @@ def test_ids_are_those_of_transformers(family: Any, messages: Any) -> None:
         _check_places(rendered, pictures, processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
-def _check_places(rendered: Any, pictures: Pictures, mark: int) -> None:
+def _check_places(rendered: Any, pictures: PictureReader, mark: int) -> None:
     """Each vector has its token, and nothing else has one."""
     places: list[int] = []
     for placed in rendered.pictures:

@@ -17,7 +17,6 @@ What an entry does not say, the command line does.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, replace
@@ -28,7 +27,7 @@ from paceline.cli.command import whole_number
 from paceline.config.engine import ENGINE_CONFIGS
 from paceline.config.model_set import ModelEntry, ModelSet, ModelShare
 from paceline.config.options import flag_of, from_values, options_of
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, did_you_mean
 from paceline.llm.arguments import split_arguments
 
 MOST_MODELS = 32
@@ -117,8 +116,7 @@ def read_values(
     for key, value in given.items():
         name = names.get(str(key).replace("-", "_").removeprefix("__"))
         if name is None or name == "config":
-            close = difflib.get_close_matches(str(key).replace("-", "_"), names, 1)
-            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+            hint = did_you_mean(str(key).replace("_", "-"), [known.replace("_", "-") for known in names])
             raise ConfigError(f"{where}: there is no option {str(key)!r:.80}{hint}")
         kind = specs[name].metadata["kind"]
         if isinstance(value, list) and kind is str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from paceline.errors import InputError
+from paceline.errors import InputError, did_you_mean
 from paceline.lab.workload.traces import read_trace
 
 LARGEST_TOKEN = 10_000  # ids of every prompt lie between 0 and this
@@ -145,8 +144,7 @@ def select(asked: str, known: dict[str, _Kind], *, has_trace: bool) -> Selection
     names = [part.strip() for part in asked.split(",") if part.strip()]
     for name in names:
         if name not in known and name != ALL:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known)
             raise InputError(f"there is no workload {name!r}{hint} (known: {', '.join(known)}, {ALL})")
     if not names:
         raise InputError(f"name a workload: {', '.join(known)}, or {ALL}")

@@ -29,7 +29,8 @@ from paceline.lab.workload.workload import Workload
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 LINE_ROWS = 64  # of the larger of two steps that tell what a token more costs
-PACE_ROWS, PACE_STEPS = 64, 3.5  # steps beside pictures aim at so many steps in which as many rows decode
+# Steps beside pictures aim at the time of PACE_STEPS steps in which PACE_ROWS rows decode.
+PACE_ROWS, PACE_STEPS = 64, 3.5
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 

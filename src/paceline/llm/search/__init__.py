@@ -7,8 +7,7 @@ the engine nor where the tree lives.
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.core.keywords import with_closest
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, did_you_mean
 from paceline.llm.search.base import Candidate, Search, SearchResult
 from paceline.llm.search.tree_of_thought import Beam, TreeOfThought
 from paceline.llm.search.whole_answers import BestOf, Probe, SelfConsistency
@@ -30,10 +29,8 @@ def make_search(kind: str, options: Mapping[str, Any]) -> Search:
     made = SEARCHES[kind]
     for name in options:
         if name not in made.__dataclass_fields__:
-            message = with_closest(
-                f"the search {kind} has no option {name:.40}", name, made.__dataclass_fields__
-            )
-            raise InvalidRequest(message, param="search")
+            hint = did_you_mean(name, made.__dataclass_fields__)
+            raise InvalidRequest(f"the search {kind} has no option {name:.40}{hint}", param="search")
     return made(**options)
 
 

@@ -21,7 +21,7 @@ from paceline.runner.sizing import block_seconds
 
 if TYPE_CHECKING:
     from paceline.runner.gpu.runner import GPURunner
-    from paceline.runner.store_level import StoreLevel
+    from paceline.runner.stores.store_level import StoreLevel
 
 PACE = 7.1  # how much longer than a step of 64 decoding rows one with prompts should take
 FEWEST = 256  # tokens of prompts a step carries at least

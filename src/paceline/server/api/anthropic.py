@@ -56,7 +56,7 @@ from paceline.server.call import Answer, Call
 from paceline.server.errors import anthropic_body, problem_of
 from paceline.server.generate.generation import Generation, Usage
 from paceline.server.generate.prompt_size import takes
-from paceline.server.generate.service import INLINE_CHARS, Service
+from paceline.server.generate.service import Service
 from paceline.text.answer import AnswerEvent
 from paceline.text.reasoning import Reasoned
 from paceline.text.tools.reading import read_anthropic_tools
@@ -336,9 +336,8 @@ class MessagesRoute(GenerationRoute):
         body = self._parsed(self.count_table, service.contexts.resolve(call.body, call.caller)[0])
         check_caller(call.caller, body.model, service.facts)
         size = service.check_prompt(body)
-        seen = await service.with_pictures(call, body)
-        is_short = size <= INLINE_CHARS and not service.sees(seen)
-        ids = await service.work(lambda: service.prompt_ids(seen), inline=is_short)
+        async with service.with_pictures(call, body) as seen:
+            ids = await service.work(lambda: service.prompt_ids(seen), inline=service.is_short(seen, size))
         return Answer(body=_encode({"input_tokens": len(ids)}), headers=ignored_header(body.ignored))
 
 

@@ -68,8 +68,8 @@ class ContextRoutes:
         service.check_ready(call)
         model = checked_model(given.get("model"), service.facts)
         check_caller(call.caller, model, service.facts)
-        service.contexts.check_room(call.caller.tenant, len(given["text"].encode(errors="replace")))
-        made, usage = await _make(call, service, model, given)
+        with service.contexts.room_for(call.caller.tenant, len(given["text"].encode(errors="replace"))):
+            made, usage = await _make(call, service, model, given)
         service.contexts.add(made)
         shown = _shown(made) if usage is None else with_receipt(_shown(made), usage)
         return Answer(body=msgspec.json.encode(shown), headers=ignored_header(read.ignored))
@@ -134,13 +134,16 @@ async def _make(
     num_blocks = len(ids) // service.client.info.block_size
     if not num_blocks:  # nothing is to be pinned, or less than a block
         return made, None
-    num_pinned, usage = await _compute(call, service, made, ids)
-    if num_pinned < num_blocks:
+    try:
+        num_pinned, usage = await _compute(call, service, made, ids)
+        if num_pinned < num_blocks:
+            raise PinsFull(
+                f"{num_blocks} KV blocks were to be pinned and there was room for {num_pinned}; delete a context, or "
+                "make one without pin"
+            )
+    except BaseException:  # the engine may have pinned it
         service.client.unpin(account_of(made.tenant), made.id)
-        raise PinsFull(
-            f"{num_blocks} KV blocks were to be pinned and there was room for {num_pinned}; delete a context, or make "
-            "one without pin"
-        )
+        raise
     return replace(made, prompt=tuple(ids), num_blocks=num_pinned), usage
 
 

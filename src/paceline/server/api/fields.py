@@ -6,7 +6,6 @@ anyway, or not supported. Every field that is not required may be null, which is
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -14,7 +13,7 @@ from enum import Enum
 from typing import Any
 from urllib.parse import parse_qsl
 
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, did_you_mean
 from paceline.server.errors import UnknownParameter, UnsupportedParameter
 
 Schema = dict[str, Any]
@@ -253,8 +252,7 @@ class FieldTable:
         return field.group is FieldGroup.USED
 
     def _unknown(self, name: str) -> UnknownParameter:
-        close = difflib.get_close_matches(name[:MAX_NAME_CHARS], self._fields, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, self._fields)
         return UnknownParameter(f"{name!r:.100} is not a field of {self.route}{hint}", param=name[:100])
 
 

@@ -261,21 +261,21 @@ class TokenRoutes:
         most = service.facts.max_model_len
         # An empty text has tokens too: none, or those around it.
         size = service.check_prompt(body) if read.fields.get("prompt") != "" else 0
-        seen = await service.with_pictures(call, body)
         special = read.fields.get("add_special_tokens", True)
 
-        def encode() -> bytes:
-            if body.messages is not None:
+        def encode(seen: ParsedBody) -> bytes:
+            if seen.messages is not None:
                 ids = service.prompt_ids(seen)
             else:
-                ids = service.tokenizer.encode(str(body.prompts[0]), add_special_tokens=special)
+                ids = service.tokenizer.encode(str(seen.prompts[0]), add_special_tokens=special)
             names = None
             if read.fields.get("return_token_strs"):
                 names = [service.tokenizer.token_name(index) for index in ids]
             found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
             return msgspec.json.encode(found)
 
-        data = await service.work(encode, inline=size <= INLINE_CHARS and not service.sees(seen))
+        async with service.with_pictures(call, body) as seen:
+            data = await service.work(lambda: encode(seen), inline=service.is_short(seen, size))
         return Answer(body=data, headers=ignored_header(read.ignored))
 
     async def detokenize(self, call: Call) -> Answer | Events:

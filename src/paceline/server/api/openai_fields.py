@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.config.engine import REUSE
 from paceline.core.sampling import Offer, Parameter, offered
 from paceline.core.service_class import TIERS
 from paceline.errors import InvalidRequest
@@ -258,7 +259,7 @@ CONTEXT_REUSE = (
 
 
 def context_reuse_field(about: str = CONTEXT_REUSE) -> Field:
-    return Field("context_reuse", choice(("exact", "blend")), about)
+    return Field("context_reuse", choice(REUSE), about)
 
 
 def salt_field(limits: RequestLimits) -> Field:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class Contexts:
         self.now_s = now_s
         self._by_id: dict[str, Context] = {}
         self._sizes: dict[str, int] = {}  # in bytes, by id
+        self._coming: list[tuple[str, int]] = []  # tenants and bytes of those that are being made
         self._next_s = 0.0  # when the first of them ends
 
     def __len__(self) -> int:
@@ -82,16 +84,28 @@ class Contexts:
     def num_bytes(self) -> int:
         return sum(self._sizes.values())
 
+    @contextmanager
+    def room_for(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Within the block one more has a place: those that are made at once keep to the limits together. Raises
+        ContextsFull."""
+        self.check_room(tenant, num_bytes)
+        place = (tenant, num_bytes)
+        self._coming.append(place)
+        try:
+            yield
+        finally:
+            self._coming.remove(place)
+
     def check_room(self, tenant: str, num_bytes: int) -> None:
         """Raises ContextsFull where one more does not fit."""
         self._expire()
-        own = [known for known in self._by_id.values() if known.tenant == tenant]
-        own_bytes = sum(self._sizes[known.id] for known in own)
+        sizes = [(known.tenant, self._sizes[known.id]) for known in self._by_id.values()] + self._coming
+        own = [size for owner, size in sizes if owner == tenant]
         for what, has, more, most in (
             ("contexts of this key", len(own), 1, MOST_OF_KEY),
-            ("contexts", len(self._by_id), 1, MOST),
-            ("bytes of contexts of this key", own_bytes, num_bytes, MOST_BYTES_OF_KEY),
-            ("bytes of contexts", self.num_bytes, num_bytes, MOST_BYTES),
+            ("contexts", len(sizes), 1, MOST),
+            ("bytes of contexts of this key", sum(own), num_bytes, MOST_BYTES_OF_KEY),
+            ("bytes of contexts", sum(size for _, size in sizes), num_bytes, MOST_BYTES),
         ):
             if has + more > most:
                 raise ContextsFull(f"{has} {what} are kept and {more} come; the limit is {most}: delete some")

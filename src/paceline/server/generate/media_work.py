@@ -1,22 +1,25 @@
 """The pictures of requests in a server: links and files are read, pixels decoded, beside the event loop.
 
-What waits is bounded: a picture that finds too many before it is refused as busy, so that a flood of pictures never
-holds up requests without any. A client that leaves takes its pictures out of the queue.
+What waits is bounded, in requests and in bytes: a picture that finds too many before it is refused as busy, so that a
+flood of pictures never holds up requests without any. A client that leaves takes its pictures out of the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import InvalidImage, MediaFetchFailed, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest
 from paceline.media.headers import MAX_BYTES
-from paceline.media.sources import Picture
+from paceline.media.sources import Picture, take_pictures
 from paceline.process.client import EngineInfo
-from paceline.server.batches.batch_records import StoredFile
+from paceline.server.api.openai_requests import ParsedBody
+from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.call import Call
 from paceline.server.errors import TooBusy
 from paceline.server.http.fetch import Fetcher
@@ -25,6 +28,7 @@ NUM_THREADS = 2
 MOST_WAITING = 64  # requests whose pictures are not decoded yet
 MOST_FETCHES = 32  # under way
 MOST_OF_REQUEST = 8  # of these
+MOST_BYTES = 2**30  # of links and files that were read for requests and are not decoded yet
 
 FindFile = Callable[[str, str], Awaitable[tuple[StoredFile, Path]]]  # of a tenant, by its id
 
@@ -36,18 +40,33 @@ class MediaSources:
         """`domains`: hosts from which links are fetched."""
         self.find_file: FindFile | None = None  # of /v1/files; None: this server has none
         self.fetcher = Fetcher(domains) if domains else None
+        self.num_bytes = 0  # of pictures at hand
         self._num_fetches = 0
 
-    async def read(self, pictures: Sequence[Picture], call: Call) -> None:
-        """Raises InvalidRequest that names the picture's place. Some links are followed side by side, so that a
-        request with many is not refused for its own."""
+    @asynccontextmanager
+    async def at_hand(self, call: Call, body: ParsedBody, most: int) -> AsyncIterator[ParsedBody]:
+        """Within the block, the body with its pictures, of which those that are links or files have been read.
+
+        `most`: how many it may have. Raises InvalidRequest that names the picture's place; TooBusy where too much is
+        at hand already.
+        """
+        messages, pictures = take_pictures(body.messages or (), most=most)
+        named = [picture for picture in pictures if picture.data is None]
+        try:
+            await self._read(named, call)
+            yield replace(body, messages=messages)
+        finally:
+            self.num_bytes -= sum(len(picture.data or b"") for picture in named)
+
+    async def _read(self, pictures: Sequence[Picture], call: Call) -> None:
+        """Some links are followed side by side, so that a request with many is not refused for its own."""
         own = asyncio.Semaphore(MOST_OF_REQUEST)
         try:
             async with asyncio.TaskGroup() as group:
                 for picture in pictures:
-                    if picture.data is None and picture.url:
+                    if picture.url:
                         group.create_task(self._fetch(picture, own))
-                    elif picture.data is None and picture.file_id:
+                    elif picture.file_id:
                         group.create_task(self._read_file(picture, call))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -62,7 +81,7 @@ class MediaSources:
                 raise TooBusy("too many pictures are being fetched; try again later")
             self._num_fetches += 1
             try:
-                picture.data, picture.url = await self.fetcher.fetch(picture.url), ""
+                self._hold(picture, await self.fetcher.fetch(picture.url))
             except (MediaNotAllowed, MediaFetchFailed) as error:
                 raise type(error)(f"{picture.place}: {error}", param="messages") from None
             finally:
@@ -76,7 +95,20 @@ class MediaSources:
         if file.bytes > MAX_BYTES:
             message = f"{picture.place}: the picture has {file.bytes} bytes; at most {MAX_BYTES} are accepted"
             raise InvalidImage(message, param="messages")
-        picture.data, picture.file_id = await asyncio.to_thread(path.read_bytes), ""
+        self._check_room(file.bytes)
+        try:
+            self._hold(picture, await asyncio.to_thread(path.read_bytes))
+        except FileNotFoundError:  # deleted meanwhile
+            raise UnknownFile from None
+
+    def _check_room(self, num_more: int) -> None:
+        if self.num_bytes + num_more > MOST_BYTES:
+            raise TooBusy("too many bytes of pictures wait to be decoded; try again later")
+
+    def _hold(self, picture: Picture, data: bytes) -> None:
+        self._check_room(len(data))
+        self.num_bytes += len(data)
+        picture.data, picture.url, picture.file_id = data, "", ""
 
 
 class MediaWork:

@@ -42,14 +42,20 @@ def check_prompt(body: ParsedBody, max_model_len: int, limits: RequestLimits, *,
             raise InvalidRequest("the prompt is empty", param=name)
         if isinstance(prompt, str):
             _check_chars(len(prompt), name, max_model_len, limits)
-        elif len(prompt) >= max_model_len:
-            raise ContextTooLong(
-                f"This model's maximum context length is {max_model_len} tokens; the prompt has {len(prompt)} "
-                f"and leaves no room for an answer",
-                param=name,
-            )
+        else:
+            check_length(len(prompt), max_model_len, name)
         total += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
     return total
+
+
+def check_length(num_tokens: int, max_model_len: int, name: str) -> None:
+    """Raises ContextTooLong for a prompt that leaves no room for an answer."""
+    if num_tokens >= max_model_len:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens; the prompt has {num_tokens} "
+            f"and leaves no room for an answer",
+            param=name,
+        )
 
 
 def _inputs_size(

@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
 from paceline.core.request import SALT
@@ -23,32 +24,26 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.pairs import InputReader, PooledInput, PooledModel
+from paceline.llm.pairs import InputReader, PooledModel
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
-from paceline.media.pictures import Pictures
-from paceline.media.sources import has_pictures, take_pictures
+from paceline.media.pictures import PictureReader
+from paceline.media.sources import has_pictures
 from paceline.models.files.pooling import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
-from paceline.process.client import (
-    EngineClient,
-    EngineInfo,
-    EngineState,
-    EngineStream,
-    EngineUnavailable,
-)
+from paceline.process.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
-from paceline.server.errors import ContextTooLong, UnknownModel
+from paceline.server.errors import UnknownModel
 from paceline.server.generate.contexts import Contexts
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.media_work import MediaSources, MediaWork
 from paceline.server.generate.pooled import feed, prepare_inputs
-from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.prompt_size import check_length, check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
@@ -77,7 +72,7 @@ class ServedModel:
     seed: int = 0
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
     labels: tuple[str, ...] = ()  # of a classifier
-    pictures: Pictures | None = None  # of prompts; None: it reads text only
+    pictures: PictureReader | None = None  # of prompts; None: it reads text only
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -193,8 +188,10 @@ class Service:
         service_level = self._service_level(call, body)
         known = self._loaded()
         size = self.check_prompt(body)
-        body = await self.with_pictures(call, body)
-        (prepared,) = await self.work(lambda: self._prepare(body, known), inline=size <= INLINE_CHARS)
+        async with self.with_pictures(call, body) as seen:
+            (prepared,) = await self.work(
+                lambda: self._prepare(seen, known), inline=self.is_short(seen, size)
+            )
         ids, sampling = prepared.token_ids, prepared.sampling
         num_output = sampling.n * sampling.max_tokens
         quote = self.billing.quote(
@@ -273,7 +270,7 @@ class Service:
             raise
 
     async def _admit(self, call: Call, body: ParsedBody, places: int) -> _Admitted:
-        """A checked body with its places and its tokens. Who gets it releases the permit."""
+        """A checked body with its places and its tokens. The caller releases the permit."""
         service_level = self._service_level(call, body)
         known = self._loaded()
         quote = self._quote(call, body, service_level.service_class)
@@ -288,20 +285,21 @@ class Service:
             self._check_tokens(call, body, size, known)
             permit.allowance = call.allowance
             ignored = await self._check_structure(body)
-            body = await self.with_pictures(call, body)
-            also = len(body.sampling.prediction)
-            is_short = size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
-            prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
-            ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
-            sizes = [len(prompt.token_ids) for prompt in prepared]
-            if num_waiting is not None:
-                num_waiting = self._window(sum(sizes), len(sizes))
-            permit.settle(sum(sizes[:num_waiting]))
-            if permit.allowance is not None:
-                longest = sum(prompt.sampling.longest_output for prompt in prepared) * places // len(prepared)
-                permit.allowance.charge_tokens(permit.tokens if num_waiting is None else sum(sizes), longest)
-            if prepared[0].pictures:
-                prepared = [await self._pixels.decoded(prepared[0], self._tenant(call, body), known.info)]
+            async with self.with_pictures(call, body) as seen:
+                prepared = await self.work(
+                    lambda: self._prepare(seen, known), inline=self.is_short(seen, size)
+                )
+                ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
+                sizes = [len(prompt.token_ids) for prompt in prepared]
+                if num_waiting is not None:
+                    num_waiting = self._window(sum(sizes), len(sizes))
+                permit.settle(sum(sizes[:num_waiting]))
+                if permit.allowance is not None:
+                    longest = sum(each.sampling.longest_output for each in prepared) * places // len(prepared)
+                    charged = permit.tokens if num_waiting is None else sum(sizes)
+                    permit.allowance.charge_tokens(charged, longest)
+                if prepared[0].pictures:
+                    prepared = [await self._pixels.decoded(prepared[0], self._tenant(call, body), known.info)]
             return _Admitted(permit, prepared, ignored, service_level, quote, self._adapter(body))
         except BaseException:
             permit.release()
@@ -423,14 +421,16 @@ class Service:
         """Whether a conversation has pictures for a model that takes them."""
         return self.model.pictures is not None and has_pictures(body.messages or ())
 
-    async def with_pictures(self, call: Call, body: ParsedBody) -> ParsedBody:
-        """The conversation with its pictures at hand: those that are links or files are read."""
-        if not self.sees(body):
-            return body
-        assert self.model.pictures is not None and body.messages is not None
-        messages, found = take_pictures(body.messages, most=self.model.pictures.limit)
-        await self.media_sources.read(found, call)
-        return replace(body, messages=messages)
+    def is_short(self, body: ParsedBody, size: int) -> bool:
+        """Whether a prompt of about `size` characters is read faster than another thread takes over."""
+        also = len(body.sampling.prediction)
+        return size + also <= INLINE_CHARS and not body.sampling.bad_words and not self.sees(body)
+
+    def with_pictures(self, call: Call, body: ParsedBody) -> AbstractAsyncContextManager[ParsedBody]:
+        """The conversation with its pictures at hand, as long as the block is open."""
+        if self.model.pictures is None or not self.sees(body):
+            return nullcontext(body)
+        return self.media_sources.at_hand(call, body, self.model.pictures.limit)
 
     def prompt_ids(self, body: ParsedBody) -> list[int]:
         """The tokens of a conversation, for callers that only count them."""
@@ -530,16 +530,18 @@ class Service:
         most = known.facts.max_model_len
         if body.messages is not None:
             rendered = self._render(body)
-            _check_length(rendered.ids, most, "messages")
+            check_length(len(rendered.ids), most, "messages")
             return [prepared_chat(known.reader, rendered, body.sampling)]
         if body.sampling.pooling is not None:
             return prepare_inputs(body, known.inputs)
         texts = [
-            (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, _ids_of(prompt))
+            (prompt, self.tokenizer.encode(prompt))
+            if isinstance(prompt, str)
+            else (None, cast("list[int]", prompt))
             for prompt in body.prompts
         ]
         for _, ids in texts:
-            _check_length(ids, most, "prompt")
+            check_length(len(ids), most, "prompt")
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
     def _submit(
@@ -593,17 +595,3 @@ class Service:
         numbers = [stream.first + index for prompt, stream in started for index in range(prompt.sampling.n)]
         note(numbers)
         return started
-
-
-def _ids_of(prompt: PooledInput) -> list[int]:
-    assert isinstance(prompt, list), "only inputs of vectors are anything else"
-    return prompt
-
-
-def _check_length(ids: Sequence[int], most: int, name: str) -> None:
-    if len(ids) >= most:
-        raise ContextTooLong(
-            f"This model's maximum context length is {most} tokens; the prompt has {len(ids)} and "
-            f"leaves no room for an answer",
-            param=name,
-        )

@@ -3,7 +3,7 @@
 A name is resolved once, every address it has must be one of the public internet, and the address that was checked is
 the one that is dialled, so that a name which resolves to something else a moment later changes nothing. Redirects are
 checked as the first link was. GET only, no proxy, no cookies, within limits of time and bytes. What went wrong is
-answered with one sentence: nothing of what a host says reaches the client, and no one can look around with it.
+answered with one sentence: nothing of what a host says reaches the client, which cannot explore a network with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
@@ -129,8 +130,8 @@ class Fetcher:
                     if answer.ends_with_connection:
                         break
                     raise EOFError
-                answer.count(len(data))
                 parser.feed_data(data)
+                answer.check_size(len(data))
             return answer
         finally:
             writer.transport.abort()
@@ -147,17 +148,17 @@ class _Answer:
         self.is_whole = False
         self._has_length = False
         self._has_head = False
-        self._num_head = 0
+        self._num_read = 0  # bytes, of which the body is a part
 
     @property
     def ends_with_connection(self) -> bool:
         return self._has_head and not self._has_length
 
-    def count(self, num_bytes: int) -> None:
-        if not self._has_head:
-            self._num_head += num_bytes
-            if self._num_head > MAX_HEAD_BYTES + _READ_BYTES:
-                raise ValueError("the headers are too large")
+    def check_size(self, num_more: int) -> None:
+        """What is not body is headers, and the sizes of chunks: no more than the body behind them."""
+        self._num_read += num_more
+        if self._num_read - 2 * len(self.body) > MAX_HEAD_BYTES and not self.is_whole:
+            raise ValueError("the headers are too large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -198,7 +199,13 @@ def is_public(text: str) -> bool:
         if address in _NAT64:
             inner.append(IPv4Address(int(address) & 0xFFFFFFFF))
     found: list[IPv4Address | IPv6Address] = [each for each in inner if each is not None] or [address]
-    return all(each.is_global and not each.is_multicast and not each.is_reserved for each in found)
+    return all(map(_is_global, found))
+
+
+def _is_global(address: IPv4Address | IPv6Address) -> bool:
+    if isinstance(address, IPv6Address) and address.is_site_local:  # private in networks of old
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -211,5 +218,10 @@ async def _connect(address: str, target: FetchTarget) -> Connection:
     """To the address, in the name of the host."""
     if target.scheme == "http":
         return await asyncio.open_connection(address, target.port)
-    context = ssl.create_default_context()
-    return await asyncio.open_connection(address, target.port, ssl=context, server_hostname=target.host)
+    return await asyncio.open_connection(address, target.port, ssl=tls_context(), server_hostname=target.host)
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Made once: reading the certificates of the system takes tens of milliseconds of the event loop."""
+    return ssl.create_default_context()

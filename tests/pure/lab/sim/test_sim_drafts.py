@@ -13,7 +13,7 @@ from paceline.audit.codec import decode_time
 from paceline.audit.runlog import RunLogWriter, read_run_log, run_header
 from paceline.config.speculative import DRAFT_BUCKETS, PROBE_EVERY, DraftConfig
 from paceline.core.clock import ManualClock
-from paceline.core.plan import AT_LENGTH, RowJoins, RowSet, StepPlan, StepWork, i32
+from paceline.core.plan import AT_LENGTH, RowJoins, RowSet, StepPlan, StepWork, i32, whole_rows
 from paceline.core.sampling import SamplingParams
 from paceline.costs.cost_model import StepShape
 from paceline.costs.presets import device_spec, model_shape
@@ -65,19 +65,7 @@ def drafting(acceptance: str, sizes: tuple[int, ...] = (), **plan: float) -> tup
     """Four rows that decode, with 2, 5, 100 and 100 tokens to come."""
     given = SimulatedDrafts(Acceptance.read(acceptance), sizes)
     runner = TimedRunner(PerToken(), ManualClock(), 4, drafts=given)
-    joins = RowJoins(
-        row=i32(range(4)),
-        generation=i32([1] * 4),
-        num_prompt=i32([8] * 4),
-        num_tokens=i32([8] * 4),
-        num_computed=i32([7] * 4),
-        limit=i32([10, 13, 108, 108]),
-        pad=i32([0] * 4),
-        model=i32([0] * 4),
-        adapter=i32([0] * 4),
-        sampling=(SamplingParams(),) * 4,
-        tokens=(i32([1] * 8),) * 4,
-    )
+    joins = whole_rows(range(4), [[1] * 8] * 4, [10, 13, 108, 108], SamplingParams(), num_computed=7)
     values = {"draft_width": 3, "draft_tokens": 12, "draft_floor": 0.1, **plan}
     first = StepPlan(seq=1, joins=joins, decode_rows=RowSet(added=i32(range(4))), **values)  # type: ignore[arg-type]
     trust = np.full(32, 0.9, np.float32)

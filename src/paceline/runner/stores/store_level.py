@@ -22,9 +22,9 @@ from paceline.core.request import BlockKey
 from paceline.core.store import ANYWHERE, NO_STORE_WORK, BlockHead, BlockStore, StoreWork
 from paceline.errors import ConfigError
 from paceline.models.files.open import Checkpoint
-from paceline.runner.disk_store import DiskStore
-from paceline.runner.redis_store import RedisStore
-from paceline.runner.stores import HostBlocks, StoreThreads, StoringRunner
+from paceline.runner.stores.disk_store import DiskStore
+from paceline.runner.stores.redis_store import RedisStore
+from paceline.runner.stores.store_threads import HostBlocks, StoreThreads, StoringRunner
 from paceline.scheduler.scheduler import Scheduler
 
 DEFAULT_BYTES = 16 << 30
