@@ -194,7 +194,8 @@ def test_a_prefix_may_end_inside_a_picture_or_behind_it(
 def test_answers_survive_preemption(
     saved: tuple[Path, Any], wanted: list[list[int]], line_prices: Callable[[float], None]
 ) -> None:
-    line_prices(9.0)  # measured beside other work, pictures may cost so much that requests run one after another
+    # Measured beside other work, pictures may cost so much that requests run one after the other.
+    line_prices(9.0)
     made = prompts(saved[0].name)
     longest = max(len(each.tokens) for each in made) + NUM_TOKENS
     options = {**OPTIONS, "block_size": 4, "num_blocks": longest // 4 + 8, "max_model_len": longest + 8}

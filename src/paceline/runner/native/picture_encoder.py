@@ -90,9 +90,8 @@ class Line:
     patches: Bytes  # [units, 3, size * size]
     places: TablePlaces | None  # of units in the table of positions
     cells: Index  # [2, units]: row and column
-    turns: list[
-        tuple[Floats, Floats]
-    ]  # of each rope cos and sin, [units, pairs], as far as they are worked out
+    # Of each rope cos and sin, [units, pairs], as far as they are worked out.
+    turns: list[tuple[Floats, Floats]]
     pictures: Seen
     windows: Seen | None
     kv: NDArray[np.uint8]  # keys and values of the layer under way, in sub-blocks

@@ -73,8 +73,7 @@ from paceline.runner.native.kernels.threads import (
 
 IDLE_LOOKS = 20000  # between steps, before a thread sleeps
 HEAD_PANELS = 16  # of the output matrix, of a piece
-# Rows that one thread takes in sooner than two could meet behind them: on free processors, and where a thread that
-# waits may sleep and has to be woken.
+# That one thread takes in sooner than two could meet behind them: on free processors, and where waiting threads sleep.
 FEW_ROWS, FEW_ROWS_SHARED = 4, 16
 
 
@@ -147,15 +146,9 @@ def _rows(p, weight, after, bias, has_delta, layers, scratch):
 
 
 @kernel
-def _are_few(p):
-    few = FEW_ROWS_SHARED if get_int(p + at.S_SLEEPS) else FEW_ROWS
-    return get_int(p + at.S_NUM_TOKENS) <= few
-
-
-@kernel
 def _meet_in_rows(p, laps, phase, weight, after, bias, has_delta, layers, scratch):
     """All have ended the phase; then the phase of rows, by all threads or, of few rows, by one."""
-    alone = _are_few(p)
+    alone = get_int(p + at.S_NUM_TOKENS) <= (FEW_ROWS_SHARED if get_int(p + at.S_SLEEPS) else FEW_ROWS)
     computes = join(p, laps, phase, alone)
     if computes:
         _rows(p, weight, after, bias, has_delta, layers, scratch)
