@@ -527,7 +527,8 @@ class World:
         for rid in ids:
             self.expect(rid, tokens, parent.tenant)
             self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
-            self.clients[rid].pictures, self.clients[rid].placed = parent.pictures, parent.placed
+            branch = self.engine.scheduler.state.requests[rid]
+            self.clients[rid].pictures, self.clients[rid].placed = parent.pictures, placed_of(branch)
 
     def _prune(self) -> None:
         state = self.engine.scheduler.state

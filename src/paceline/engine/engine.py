@@ -32,6 +32,7 @@ from paceline.core.request import (
     RequestHooks,
     RequestId,
     TreeLimits,
+    cut_stretches,
     sooner,
 )
 from paceline.core.sampling import SamplingParams, branch_seed
@@ -252,8 +253,8 @@ class Engine:
             branch.adapter = parent.adapter
             branch.media, branch.modules, branch.stretches = parent.media, parent.modules, parent.stretches
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
-            branch.shares, branch.score = kept, score
-            branch.keys = parent.keys[: kept // block_size]
+            branch.shares, branch.score = cut_stretches(branch, kept, block_size), score
+            branch.keys = parent.keys[: branch.shares // block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)
         parent.branches += count
@@ -289,17 +290,27 @@ class Engine:
         }
         return replace(parent.sampling, **values)
 
-    def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+    def extend(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
         """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.
 
-        Without tokens, one that is held goes on, and any other gets another `max_tokens`.
+        Without tokens, one that is held goes on, and any other gets another `max_tokens`. `modules`: texts among the
+        tokens that are placed, as in `add`; where they begin counts from the first of these tokens.
         """
         known = self.scheduler.tokens_of(request_id)  # raises where there is no such request
-        is_held = self.scheduler.state.requests[request_id].held is not None
-        if not len(tokens) and max_tokens is None and not is_held:
+        extended = self.scheduler.state.requests[request_id]
+        if not len(tokens) and max_tokens is None and extended.held is None:
             raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
         moved = self.guides.of_extension(request_id, known.tolist(), tokens)
-        self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)
+        inserted = np.array(tokens, np.int32)
+        placed = self.modules.placed_behind(extended, len(known), inserted, modules)
+        self.scheduler.extend(request_id, inserted, max_tokens, placed)
         request = self.scheduler.state.requests.get(request_id)
         if moved is not None and request is not None:  # else it failed on the way
             self.guides.extended(request_id, moved, request.num_tokens)

@@ -28,10 +28,12 @@ from paceline.core.events import (
 from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
+    NOTHING_PLACED,
     Blocked,
     BlockKey,
     BlockReason,
     FinishReason,
+    PlacedStretches,
     Request,
     RequestId,
     RequestState,
@@ -205,18 +207,34 @@ class Scheduler:
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
 
-    def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
+    def extend(
+        self,
+        request_id: RequestId,
+        tokens: I32,
+        max_tokens: int | None = None,
+        placed: PlacedStretches = NOTHING_PLACED,
+    ) -> None:
         """Put tokens behind those a request has; it continues from there, at its old place in the order.
 
         They become part of its output, and its length grows by them. `max_tokens`: how many it may generate from here
-        on, as many as were left where it is None. What it had computed is found in the prefix cache.
+        on, as many as were left where it is None. `placed`: texts among the tokens that are placed. What it had
+        computed is found in the prefix cache.
         """
         request = self._live(request_id)
         num_tokens = self.num_tokens_of(request)
         if max_tokens is None:
             max_tokens = request.max_total - num_tokens
-        check_extension(self.state, request, num_tokens, num_tokens + len(tokens), max_tokens)
-        self._input(inputs.Extend(request=request_id, num_tokens=len(tokens), max_tokens=max_tokens))
+        total = num_tokens + len(tokens)
+        check_extension(self.state, request, num_tokens, total, max_tokens, placed.modules)
+        self._input(
+            inputs.Extend(
+                request=request_id,
+                num_tokens=len(tokens),
+                max_tokens=max_tokens,
+                stretches=inputs.log_stretches(placed.stretches),
+                modules=inputs.log_modules(placed.modules),
+            )
+        )
         state = self.state
         waits = request.id in state.queue
         if waits:  # it counts the request's tokens
@@ -227,6 +245,8 @@ class Scheduler:
                 state.kv.release(request.row)
                 state.leave_row(request)
                 request.blocked, request.reserved, request.num_computed = None, False, 0
+            request.modules += placed.modules
+            request.stretches += placed.stretches
             self._inject(request, tokens, max_tokens)
         except Exception as error:
             state.fail(request, error)
