@@ -87,6 +87,8 @@ class AdmissionWatch:
         """Everything an admission may change, as something comparable."""
         state = self._scheduler.state
         kv, rows, queue = state.kv, state.rows, state.queue
+        self._scheduler._tick()
+        kv.pins.expire()  # as with whatever comes next, be it refused or not
         seen: list[object] = [
             (rows.num_live, rows.num_free, queue.num_tokens, kv.delta.mark()),
             list(

@@ -180,18 +180,18 @@ def account_of(tenant: str) -> str:
 
 
 def cut_stretches(request: Request, kept: int, block_size: int) -> int:
-    """Leave a request with the stretches of its first `kept` tokens.
+    """Leave a request with the stretches of its first `kept` tokens, its prompt among them.
 
     What is left of a placed text that is cut is placed as a text of its own: its full blocks, short of the request's
     last token, which is always computed. Returns how many tokens are what they were, under the keys that they had.
     """
     end = min(kept, request.num_tokens - 1)
-    whole = tuple([stretch for stretch in request.stretches if stretch.end <= end])
+    whole = tuple([each for each in request.stretches if each.end <= end or each.kind is StretchKind.MEDIA])
     if len(whole) == len(request.stretches):
         return kept
     cut = request.stretches[len(whole)]
     modules = request.modules[: sum([stretch.kind is StretchKind.PLACED for stretch in whole])]
-    if cut.kind is StretchKind.PLACED and cut.start < kept:
+    if cut.start < kept:
         module, num_tokens = request.modules[cut.item], kept - cut.start
         keys = module.keys[: num_tokens // block_size]
         end = min(end, cut.start + len(keys) * block_size)

@@ -134,5 +134,5 @@ def test_only_a_prompt_that_begins_with_it_pins_it_again() -> None:
 @pytest.mark.parametrize("parts", [["x"], [{"type": "text"}], [{"type": "image"}], [5]])
 def test_what_is_put_into_an_answer_is_text(parts: list[Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        store().text_of(parts, ALICE)
+        store().inserted(parts, ALICE)
     assert refused.value.param == "content"

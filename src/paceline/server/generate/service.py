@@ -42,12 +42,12 @@ from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import ContextTooLong, UnknownModel
-from paceline.server.generate.contexts import Contexts
+from paceline.server.generate.contexts import Contexts, InsertedText
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.media_work import MediaSources, MediaWork
 from paceline.server.generate.pooled import feed, prepare_inputs
-from paceline.server.generate.prompt_size import check_prompt
+from paceline.server.generate.prompt_size import check_blend, check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
@@ -401,6 +401,21 @@ class Service:
         await self.client.extend(live.number, tokens, max_tokens=max_tokens)
         return len(tokens)
 
+    async def extend_placed(
+        self, live: LiveBranch, texts: Sequence[InsertedText], max_tokens: int | None
+    ) -> int:
+        """The same with texts of which those of contexts are placed."""
+        reader, body = self._loaded().reader, replace(live.body, blends=True)
+        check_blend(body, self.client.info.blending, self.model.names, sees=self.sees(body))
+        size, parts = sum(len(each.text) for each in texts), [(each.text, bool(each.context)) for each in texts]
+        found = await self.work(lambda: reader.read_placed(parts, "content"), inline=size <= INLINE_CHARS)
+        modules = found.modules
+        if not body.cache_salt:
+            used = [each.context for each in texts if each.context is not None]
+            modules = self.contexts.pin_modules(used, body.model, found.ids, modules)
+        await self.client.extend(live.number, found.ids, max_tokens=max_tokens, modules=modules)
+        return len(found.ids)
+
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""
         if inline:
@@ -545,12 +560,14 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
 
         def submit(prompt: PreparedRequest) -> EngineStream:
-            sampling = prompt.sampling
+            sampling, parts = prompt.sampling, prompt.parts
             if call.caller.cache_share < 1.0:
                 sampling = replace(sampling, cache_share=call.caller.cache_share)
-            if body.contexts and not body.blends and sampling.pin is None and not body.cache_salt:
-                pin = self.contexts.pin(body.contexts, body.model, prompt.token_ids)
-                sampling = replace(sampling, pin=pin)
+            if body.contexts and not body.cache_salt:
+                ids, used = prompt.token_ids, body.contexts
+                parts = parts._replace(modules=self.contexts.pin_modules(used, body.model, ids, parts.modules))
+                if not body.blends and sampling.pin is None:
+                    sampling = replace(sampling, pin=self.contexts.pin(used, body.model, ids))
             return self.client.submit(
                 prompt.token_ids,
                 sampling,
@@ -559,7 +576,7 @@ class Service:
                 timeout_s=self._timeout_s(call),
                 tree=body.tree,
                 adapter=adapter,
-                parts=prompt.parts._replace(is_module=body.is_module),
+                parts=parts._replace(is_module=body.is_module),
             )
 
         note = partial(
