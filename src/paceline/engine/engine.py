@@ -44,6 +44,7 @@ from paceline.engine.guides import Guides
 from paceline.engine.media import Media
 from paceline.engine.modules import Modules
 from paceline.engine.prefix_keys import keys_in_parts
+from paceline.engine.stand_ins import FailedStep, NoRunner
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 
@@ -423,7 +424,7 @@ class Engine:
         self.scheduler.sleep(levels_lost=levels_lost)
         self.adapters.obey()
         self.media.sleep()
-        self._runner = _NoRunner()
+        self._runner = NoRunner()
         if self.checker is not None:
             self.checker.after_update(None)
 
@@ -444,7 +445,7 @@ class Engine:
 
     @property
     def is_asleep(self) -> bool:
-        return isinstance(self._runner, _NoRunner)
+        return isinstance(self._runner, NoRunner)
 
     def close(self) -> None:
         """Complete what is under way, what is to be written to a disk too, and close the log."""
@@ -492,7 +493,7 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, FailedStep(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
         guides = self.guides.of_rows(plan) if self.guides else None
@@ -506,7 +507,7 @@ class Engine:
             try:
                 step.pending.supply(step.guides)
             except Exception as error:
-                step.pending = _Failed(error)
+                step.pending = FailedStep(error)
             step.guides = None
 
     def _wait(self) -> None:
@@ -586,26 +587,3 @@ class Engine:
 def _is_out_of_memory(error: Exception) -> bool:
     """Of the host or of a device; torch's own error is known by its name, for torch is not known here."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
-class _NoRunner:
-    """In the place of the runner of an engine that sleeps."""
-
-    def submit(self, plan: StepPlan) -> Pending:
-        raise AssertionError("an engine that sleeps makes no step")
-
-    def reset(self, full: StepPlan) -> None:
-        raise AssertionError("an engine that sleeps has nothing to reset")
-
-
-@dataclass(slots=True)
-class _Failed:
-    """The pending of a step that has no result."""
-
-    error: Exception
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        raise self.error
-
-    def wait(self) -> StepResult:
-        raise self.error

@@ -77,7 +77,6 @@ class Modules:
             self._next_id += 1
             self._scheduler.add([module])
 
-
     def _keys(self) -> KeysOf:
         if self.keys_of is None:
             raise InvalidRequest("this engine makes no keys of blocks, and places no texts", param="prompt")

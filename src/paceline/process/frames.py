@@ -169,7 +169,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Module(msgspec.Struct, array_like=True, frozen=True):
-    """A placed text: where it begins, its tokens, and for how long what it is copied from is pinned, under what name."""
+    """A placed text: where it begins, its tokens, and for how long its module is pinned, under what name."""
 
     start: Count
     num_tokens: Count

@@ -23,7 +23,6 @@ from paceline.core.events import (
     Forecast,
     Rule,
     StepEvents,
-    TokenEvents,
 )
 from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
@@ -42,6 +41,7 @@ from paceline.core.standing import ALL_LOST
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import pinning, steering
 from paceline.scheduler.forecast import Forecaster
+from paceline.scheduler.injection import inject
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, note_wake, start_over
 from paceline.scheduler.rejections import Rejection, check_extension, late_rejection, rejection_of
@@ -245,9 +245,7 @@ class Scheduler:
                 state.kv.release(request.row)
                 state.leave_row(request)
                 request.blocked, request.reserved, request.num_computed = None, False, 0
-            request.modules += placed.modules
-            request.stretches += placed.stretches
-            self._inject(request, tokens, max_tokens)
+            inject(state, request, tokens, max_tokens, placed)
         except Exception as error:
             state.fail(request, error)
             return
@@ -258,38 +256,6 @@ class Scheduler:
         elif request.state is not RequestState.PAUSED:
             state.let_on(request)
             state.enqueue(request)
-
-    def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
-        state, count = self.state, len(tokens)
-        first = request.num_tokens - request.num_prompt
-        total = first + count + max_tokens
-        least = request.sampling.min_tokens
-        request.sampling = replace(
-            request.sampling,
-            max_tokens=total,
-            min_tokens=min(total, least + count if first < least else least),
-        )
-        request.tokens = np.concatenate([request.tokens, tokens])
-        request.cost = request.cost._replace(injected=request.cost.injected + count)
-        if request.tree is not None:
-            request.tree.members[request.id] = request.most_generated
-        if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
-            state.learn_keys(request)
-        state.accounting.admitted(state.tenant_index(request.tenant), count)
-        state.counters.extended += 1
-        state.decide(DecisionKind.EXTEND, request, Rule.INJECTED, count)
-        if not count:  # it only goes on
-            return
-        state.events.tokens.append(
-            TokenEvents(
-                seq=state.kv.submitted,
-                time_s=state.now_s,
-                requests=np.full(count, request.id, np.int64),
-                tokens=tokens,
-                index=np.arange(first, first + count),
-                is_injected=True,
-            )
-        )
 
     def set_score(self, request_id: RequestId, score: float) -> None:
         """Where a branch stands among the others of its tree: the higher goes first and is preempted last."""
@@ -385,6 +351,7 @@ class Scheduler:
         self.state.decide(DecisionKind.CHANGE, request, Rule.PAUSED)
         self.state.queue.remove(request)
         request.move(RequestState.PAUSED)
+        self.state.modules.rests(request)
 
     def resume(self, request_id: RequestId) -> None:
         """Let a paused request run again, at its old place in the order."""

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.audit.story import story
 from paceline.core.events import DecisionKind, Rule
+from paceline.core.parameters import Pin
 from paceline.core.plan import MORE_SPANS
 from paceline.core.request import OWN_REQUESTS, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
@@ -218,7 +219,9 @@ def test_an_injected_text_is_placed_as_in_the_same_prompt(disturbed: str) -> Non
         one.scheduler.reset_prefix_cache()
     found = go_on(one, request)
     runs = [seen.plan.placements for seen in one.seen if len(seen.plan.placements.row)]
-    assert {shift for run in runs for shift in run.shift.tolist()} == {len(begun) + part.start for part in parts}
+    assert {shift for run in runs for shift in run.shift.tolist()} == {
+        len(begun) + part.start for part in parts
+    }
     assert one.finished[request].cost.reused == 24 + 8, "it is counted once"
     whole = [part._replace(start=part.start + len(begun)) for part in parts]
     same = one.add(begun + inserted, 5, modules=whole)
@@ -310,3 +313,75 @@ def test_an_extension_that_can_never_be_placed_changes_nothing() -> None:
     assert one.request(request).tokens.tolist() == before and not one.request(request).modules
     one.engine.prune(request)
     one.run()
+
+
+PIN = Pin(ttl_s=600, name="ctx")
+
+
+def pinning(**options: Any) -> Bench:
+    return bench(num_blocks=200, max_pinned_fraction=0.1, max_pinned_fraction_per_key=0.1, **options)
+
+
+def test_a_lost_pin_of_a_module_is_made_again_where_it_is_placed() -> None:
+    one = pinning()
+    tokens, parts = around(TEXT)
+    wanted = [part._replace(pin=PIN) for part in parts]
+    first = one.add(tokens, modules=wanted)
+    one.run()
+    cost, (pin,) = one.finished[first].cost, one.state.kv.pins
+    assert pin.name == "ctx" and len(pin.names) == 10, "the blocks of the module, not those of the prompt"
+    assert (cost.pinned, cost.pinned_block_us) == (10, 10 * 600_000_000)
+    assert Rule.CONTEXT in one.reasons(DecisionKind.PIN, first)
+    again = one.add(prompt(5, start=300) + tokens, modules=[wanted[0]._replace(start=wanted[0].start + 5)])
+    one.run()
+    assert not one.finished[again].cost.pinned, "it is there: nothing is paid"
+    one.scheduler.reset_prefix_cache()
+    assert not one.state.kv.pins
+    third = one.add(tokens, modules=wanted)
+    one.run()
+    assert one.finished[third].cost.pinned == 10 and len(one.state.kv.pins) == 1
+    one.scheduler.unpin("default", "ctx")
+
+
+def test_a_module_is_pinned_whole_or_not_at_all() -> None:
+    one = bench(num_blocks=91, max_pinned_fraction=0.1, max_pinned_fraction_per_key=0.1)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=[part._replace(pin=PIN) for part in parts])
+    one.run()
+    assert one.state.kv.pins.most == 9 and not one.state.kv.pins
+    assert one.finished[request].cost.reused == 24 and not one.finished[request].cost.pinned
+
+
+def test_a_pin_that_is_deleted_under_way_is_not_made_again() -> None:
+    one = pinning()
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=[part._replace(pin=PIN) for part in parts])
+    one.step()
+    one.scheduler.unpin("another", "ctx")
+    assert one.request(request).modules[0].pin == PIN
+    one.scheduler.unpin("default", "ctx")
+    one.run()
+    assert not one.state.kv.pins and one.finished[request].cost.reused == 24
+
+
+def test_an_injected_text_pins_its_module_too() -> None:
+    one = pinning()
+    inserted, parts = around(TEXT)
+    request = held(one, prompt(6))
+    one.extend(request, inserted, 3, [part._replace(pin=PIN) for part in parts])
+    go_on(one, request)
+    assert [pin.name for pin in one.state.kv.pins] == ["ctx"] and one.finished[request].cost.pinned == 10
+    one.scheduler.unpin("default", "ctx")
+
+
+def test_a_module_whose_request_is_paused_is_computed_by_another() -> None:
+    one = bench()
+    (paused,) = one.engine.add(TEXT, SamplingParams(max_tokens=1), is_module=True)
+    one.scheduler.pause(paused)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts)
+    while one.tokens[request] == []:
+        assert one.step() is not None
+    one.scheduler.resume(paused)
+    while one.engine.has_requests:
+        one.engine.step()

@@ -258,7 +258,10 @@ def tree_routes(service: Service) -> list[Route]:
             raise InvalidRequest("give text, tokens, content or max_tokens", param="text")
         known = chosen(service, call)
         live = service.live.find(known)
-        texts, max_tokens = service.contexts.inserted(given.get("content", ()), call.caller), given.get("max_tokens")
+        texts, max_tokens = (
+            service.contexts.inserted(given.get("content", ()), call.caller),
+            given.get("max_tokens"),
+        )
         if texts and given.get("context_reuse") == "blend":
             count = await service.extend_placed(live, texts, max_tokens)
         else:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -22,12 +22,9 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.pairs import InputReader, PooledInput, PooledModel
+from paceline.llm.pairs import InputReader, PooledInput
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
-from paceline.media.pictures import Pictures
 from paceline.media.sources import has_pictures, take_pictures
-from paceline.models.files.pooling import EmbeddingDefaults
-from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import (
     EngineClient,
     EngineInfo,
@@ -35,7 +32,6 @@ from paceline.process.client import (
     EngineStream,
     EngineUnavailable,
 )
-from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
@@ -52,10 +48,9 @@ from paceline.server.generate.request_admission import Permit, RequestAdmission,
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
+from paceline.server.generate.served_model import ServedModel, ServiceSettings
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
-from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named
-from paceline.text.tools.formats import AUTO
 
 # A shorter prompt is tokenised faster than another thread takes over.
 INLINE_CHARS = 1_000
@@ -63,41 +58,6 @@ NUM_THREADS = 2
 CHARS_PER_TOKEN = 4  # a guess on arrival, before anything is tokenised
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ServedModel:
-    """The model as far as this process knows it: its names and its text side."""
-
-    names: tuple[str, ...]  # the first is the one that answers carry
-    tokenizer: Tokenizer
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    seed: int = 0
-    embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
-    labels: tuple[str, ...] = ()  # of a classifier
-    pictures: Pictures | None = None  # of prompts; None: it reads text only
-    created_s: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def pooled(self) -> PooledModel:
-        return PooledModel(tokenizer=self.tokenizer, embedding=self.embedding, labels=self.labels)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    """What an operator can set about requests."""
-
-    limits: RequestLimits = SERVER_LIMITS
-    strict_fields: bool = False
-    max_queue: int = 256  # requests that wait beside those that run
-    max_queued_tokens: int | None = None  # None: a quarter of what all prompts could hold
-    request_timeout_s: float | None = None  # from arrival to the end
-    queue_timeout_s: float | None = None  # from arrival to the first token
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    max_thinking_tokens: int | None = None
-    lora_dir: str | None = None  # below which adapters may be loaded
-    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -407,14 +367,14 @@ class Service:
         """The same with texts of which those of contexts are placed."""
         reader, body = self._loaded().reader, replace(live.body, blends=True)
         check_blend(body, self.client.info.blending, self.model.names, sees=self.sees(body))
-        size, parts = sum(len(each.text) for each in texts), [(each.text, bool(each.context)) for each in texts]
-        found = await self.work(lambda: reader.read_placed(parts, "content"), inline=size <= INLINE_CHARS)
-        modules = found.modules
+        parts = [(each.text, each.context is not None) for each in texts]
+        is_short = sum(len(text) for text, _ in parts) <= INLINE_CHARS
+        ids, modules = await self.work(lambda: reader.read_placed(parts, "content"), inline=is_short)
         if not body.cache_salt:
             used = [each.context for each in texts if each.context is not None]
-            modules = self.contexts.pin_modules(used, body.model, found.ids, modules)
-        await self.client.extend(live.number, found.ids, max_tokens=max_tokens, modules=modules)
-        return len(found.ids)
+            modules = self.contexts.pin_modules(used, body.model, ids, modules)
+        await self.client.extend(live.number, ids, max_tokens=max_tokens, modules=modules)
+        return len(ids)
 
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""
@@ -564,10 +524,10 @@ class Service:
             if call.caller.cache_share < 1.0:
                 sampling = replace(sampling, cache_share=call.caller.cache_share)
             if body.contexts and not body.cache_salt:
-                ids, used = prompt.token_ids, body.contexts
-                parts = parts._replace(modules=self.contexts.pin_modules(used, body.model, ids, parts.modules))
+                ids, used = prompt.token_ids, (body.contexts, body.model)
+                parts = parts._replace(modules=self.contexts.pin_modules(*used, ids, parts.modules))
                 if not body.blends and sampling.pin is None:
-                    sampling = replace(sampling, pin=self.contexts.pin(used, body.model, ids))
+                    sampling = replace(sampling, pin=self.contexts.pin(*used, ids))
             return self.client.submit(
                 prompt.token_ids,
                 sampling,
