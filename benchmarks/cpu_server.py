@@ -8,10 +8,11 @@ server and on Paceline, in turns, with the same file. *copy*: a copy of a GGUF f
 which llama.cpp repacks for the processor, or as another type. *quantized*: a file's numbers as a folder of float32
 safetensors, run as they are, and with `--quantization int8` and `int4`, in turns, by the engine in this process.
 *memory*: anonymous bytes after loading and with a filled KV cache. *idle*: processor time of a server without requests.
-*prompt*: one long prompt alone. *busy*: the server while one busy loop runs on each core (they end with this program),
-beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how soon it returns;
-what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a 503. Run it
-on a machine that does nothing else.
+*prompt*: one long prompt alone. *bulk*: the closed loop on a server that also answers one call for the vectors of many
+texts meanwhile, beside the same loop alone. *busy*: the server while one busy loop runs on each core (they end with
+this program), beside the quiet machine: a prompt of 200 tokens with 40 tokens of output; the size of steps, and how
+soon it returns; what the card and the log say; and a prompt of 801 tokens in steps of 256, of which no answer may be a
+503. Run it on a machine that does nothing else.
 
     python -m benchmarks.cpu_server load [--url http://127.0.0.1:8000] [--concurrency 1,8,16,32] [--requests 4]
     python -m benchmarks.cpu_server peers LLAMA_SERVER MODEL.gguf [--rounds 3]
@@ -20,6 +21,7 @@ on a machine that does nothing else.
     python -m benchmarks.cpu_server memory [--model MODEL] [--tokens 4096]
     python -m benchmarks.cpu_server idle [--model MODEL] [--seconds 60]
     python -m benchmarks.cpu_server prompt [--model MODEL] [--tokens 2000]
+    python -m benchmarks.cpu_server bulk [--model MODEL] [--clients 8] [--inputs 2048] [--rounds 3]
     python -m benchmarks.cpu_server busy [--model MODEL] [--runs 5]
 """
 
@@ -38,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -59,6 +62,7 @@ from benchmarks.harness import (
     row,
     served,
     served_by,
+    spread,
     streamed,
     table,
 )
@@ -217,6 +221,52 @@ async def all_levels(
         results.append(await closed_loop(send, given, level, prompt_tokens, clock))
         row(*results[-1].values())
     return results
+
+
+# -- beside a call for many vectors ---------------------------------------------------------------------------
+
+INPUT_WORDS = 18  # of a text whose vector is asked for: about 25 tokens
+
+
+@bench.part(
+    MODEL_FLAG,
+    flag("--clients", 8, "of the loop"),
+    flag("--requests", 2, "requests per client"),
+    flag("--inputs", 2048, "texts of the call"),
+    flag("--rounds", 3, "runs of each kind, in turns"),
+)
+def bulk(given: Given) -> Found:
+    """What streams notice of one large call. It has to last longer than the loop."""
+    words = TEXT.read_text().split()
+    starts = (index * 37 % (len(words) - INPUT_WORDS) for index in range(given.inputs))
+    texts = [f"{index}: {' '.join(words[start : start + INPUT_WORDS])}" for index, start in enumerate(starts)]
+    options = [*([given.model] if given.model else []), "--pooling", "mean", *PACELINE_OPTIONS]
+    with served(options) as server, ThreadPoolExecutor(1) as pool:
+        url = f"http://{HOST}:{server.port}"
+        model = first_model(url)
+        send, clock = http_target(url, model, {}), steps_clock(url)
+
+        def alone() -> Found:
+            prompts = make_prompts(given.clients * given.requests)
+            return asyncio.run(closed_loop(send, prompts, given.clients, PROMPT_TOKENS, clock))
+
+        def beside() -> Found:
+            call = pool.submit(server.call, "/v1/embeddings", {"model": model, "input": texts})
+            time.sleep(1.0)  # until it is under way
+            found, is_answered = alone(), call.done()
+            status, body = call.result()
+            if status != 200 or is_answered:
+                raise SystemExit(f"the call was answered with {status}, before the streams: {is_answered}")
+            return {**found, "vectors": len(json.loads(body)["data"])}
+
+        runs = in_turns({"alone": alone, "beside": beside}, given.rounds + 1)
+    found: Found = {"inputs": given.inputs, "clients": given.clients}
+    table("streams", "ITL p50", "ITL p99", "TTFT p50", "output tok/s")
+    for name, results in runs.items():
+        keys = ("itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "output_tokens_per_s")
+        found[name] = {key: spread([each[key] for each in results[1:]]) for key in keys}  # the first warms up
+        row(name, *(found[name][key]["p50"] for key in keys))
+    return found
 
 
 # -- beside llama.cpp ----------------------------------------------------------------------------------------

@@ -80,13 +80,13 @@ class TreeMoves:
         changes = {"seed": rng.randrange(1 << 40)} if rng.random() < 0.5 else {}
         if rng.random() < 0.5:
             changes["max_tokens"] = rng.randint(1, 20)
-        before = world.admissions.state()
+        world.admissions.begin()
         score = rng.choice((0.0, 0.0, 1.0, -1.0))
         count = rng.choice((1, 1, 2, 4))
         try:
             ids = world.engine.fork(request.id, count, at=at, append=append, changes=changes, score=score)
         except (*REFUSALS, InvalidTransition):
-            world.check_refusal(before)
+            world.admissions.check_refusal()
             return
         world.coverage.counts["fork at an earlier token"] += at < len(tokens) - request.num_prompt
         for rid in ids:
@@ -123,11 +123,12 @@ class TreeMoves:
         max_tokens = rng.choice((None, 1, 5, 30))
         is_guided = client.sampling.structured_outputs is not None
         modules = [] if is_guided else world.contexts.draw(tokens)
-        before, was_held = world.admissions.state(), request.held is not None
+        world.admissions.begin()
+        was_held = request.held is not None
         try:
             world.engine.extend(request.id, tokens, max_tokens=max_tokens, modules=modules)
         except (*REFUSALS, InvalidTransition):
-            world.check_refusal(before)
+            world.admissions.check_refusal()
             return
         expected, _ = world.alone(client, len(client.tokens))
         if client.tokens != expected:

@@ -82,13 +82,15 @@ class AdmissionWatch:
         admission = scheduler.composer.admission
         self._admit = admission.admit
         admission.admit = self._watched  # type: ignore[method-assign]
+        pins = scheduler.state.kv.pins
+        self._expire = pins.expire
+        pins.expire = self._expired  # type: ignore[method-assign]
+        self._before: object = None
 
     def state(self) -> object:
         """Everything an admission may change, as something comparable."""
         state = self._scheduler.state
         kv, rows, queue = state.kv, state.rows, state.queue
-        self._scheduler._tick()
-        kv.pins.expire()  # as with whatever comes next, be it refused or not
         seen: list[object] = [
             (rows.num_live, rows.num_free, queue.num_tokens, kv.delta.mark()),
             list(
@@ -106,6 +108,23 @@ class AdmissionWatch:
             seen += (pool.refs.tobytes(), pool.num_free, len(pool.evictable), len(group.cache))
             seen += (group.reserved, group.bounds())
         return seen
+
+    def begin(self) -> None:
+        """A request is about to be added or changed."""
+        self._before = self.state()
+
+    def check_refusal(self) -> None:
+        """It was refused."""
+        if self.state() != self._before:
+            raise InvariantViolation("S18", "a refused request left something behind")
+
+    def _expired(self) -> None:
+        """Time passes for pins when a request is added, also for one that is refused."""
+        pins = self._scheduler.state.kv.pins
+        count = len(pins)
+        self._expire()
+        if len(pins) < count:
+            self._before = self.state()
 
     def _watched(self, request: Request, budget_left: int) -> Verdict:
         before = (self.state(), request.state, request.row)

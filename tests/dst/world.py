@@ -426,7 +426,7 @@ class World:
         )
         tenant = f"tenant-{rng.randrange(traffic.num_tenants)}"
         self.shortage.now = False
-        before = self.admissions.state()
+        self.admissions.begin()
         sampling = self.objectives.of(sampling)
         service_level = self.objectives.service_level(rng.choice((0, 0, 0, 1, 2)))
         if rng.random() < traffic.guided_share:
@@ -455,7 +455,7 @@ class World:
                 is_module=is_module,
             )
         except REFUSALS:
-            self.check_refusal(before)
+            self.admissions.check_refusal()
             return
         self._check_queue()
         for rid in ids:
@@ -471,10 +471,6 @@ class World:
     def _flood(self) -> None:
         for _ in range(self.config.scheduler.max_queue - len(self.engine.scheduler.state.queue) + 2):
             self._add()
-
-    def check_refusal(self, before: object) -> None:
-        if self.admissions.state() != before:
-            raise InvariantViolation("S18", "a refused request left something behind")
 
     def _check_queue(self) -> None:
         """L7: what was just accepted fits into the queue."""
@@ -521,11 +517,11 @@ class World:
         tokens = self.engine.scheduler.tokens_of(request.id).tolist()
         if len(tokens) >= self.config.scheduler.max_model_len:
             return
-        before = self.admissions.state()
+        self.admissions.begin()
         try:
             ids = self.engine.fork(request.id, self.rng.choice((1, 2)))
         except (*REFUSALS, InvalidTransition):
-            self.check_refusal(before)
+            self.admissions.check_refusal()
             return
         self._check_queue()
         parent = self.clients[request.id]

@@ -24,7 +24,7 @@ import pytest
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 TABLE = HERE / "mutants.toml"
-TIMEOUT_S = 300.0  # for all seeds of one mutant; longer is a hang
+TIMEOUT_S = 600.0  # for all seeds of one mutant; longer is a hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,7 @@ def test_activations(code: Code, kind: int) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("half", [4, 8, 16, 32, 48])
+@pytest.mark.parametrize("half", [4, 8, 16, 32, 36, 40, 48])
 def test_rotation(code: Code, half: int) -> None:
     rng = np.random.default_rng(half)
     head = rng.normal(0, 1, 2 * half).astype(np.float32)

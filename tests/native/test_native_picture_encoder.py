@@ -14,7 +14,7 @@ from paceline.models.files.encoder import VISION
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.runner.native.code import Code
 from paceline.runner.native.encoder import objection
-from paceline.runner.native.picture_encoder import NativePictureEncoder
+from paceline.runner.native.picture_encoder import LEAST_SIDE, NativePictureEncoder
 from tests.kernels import checked_code, host_code, plain_code
 from tests.torch.vision.tiny_models import picture, save_model
 
@@ -23,6 +23,14 @@ ALL = 10**6  # positions
 SIZES: dict[str, dict[str, Any]] = {
     "smolvlm": {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 84},
     "idefics3": {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 96},
+    "qwen2_5_vl": {"hidden_size": 96, "num_heads": 4, "intermediate_size": 84},
+    # Behind the last layer there are two ends.
+    "qwen3_vl": {
+        "hidden_size": 96,
+        "num_heads": 2,
+        "intermediate_size": 96,
+        "deepstack_visual_indexes": [0, 2, 4],
+    },
 }
 
 
@@ -42,10 +50,14 @@ def native(
 
 def items_of(checkpoint: Checkpoint) -> list[MediaInput]:
     """Of several sizes, where the family has them."""
-    name = "smolvlm" if checkpoint.spec.vision.encoder.patches.merge == 4 else "idefics3"  # type: ignore[union-attr]
+    name = checkpoint.path.name
     found = [picture(name, seed).given for seed in range(3)]
     if name == "idefics3":
         found.insert(1, picture(name, 9, (6, 10)).given)
+    if name.startswith(
+        "qwen"
+    ):  # wider than the first tables of turns, and more units than are computed together
+        found.insert(1, picture(name, 9, (2, LEAST_SIDE + 2)).given)
     return found
 
 
@@ -86,10 +98,11 @@ def test_bits_do_not_depend_on_pieces_on_the_group_or_on_its_order(
     checkpoint: Checkpoint, quantization: str
 ) -> None:
     items, encoder = items_of(checkpoint), native(checkpoint, host_code(), quantization)
+    alone = [encoded(encoder, [item], 50)[0] for item in items]
     whole = encoded(encoder, items)
+    assert_equal(alone, whole)
     for size in (1, 37, 256, 1000):
         assert_equal(encoded(encoder, items, size), whole)
-    assert_equal([encoded(encoder, [item], 50)[0] for item in items], whole)
     assert_equal(encoded(encoder, items[::-1], 77)[::-1], whole)
     encoder.close()
 
@@ -129,9 +142,29 @@ def test_lines_can_wait_for_each_other_and_threads_can_end_between_them(checkpoi
 
 
 @pytest.mark.parametrize(
-    "quantization, says", [("none", ""), ("int8", "its hidden size of 48 is not a multiple of 32")]
+    "name, sizes, quantization, says",
+    [
+        ("smolvlm", {}, "none", ""),
+        ("smolvlm", {}, "int8", "its hidden size of 48 is not a multiple of 32"),
+        ("qwen2_5_vl", {}, "none", ""),
+        ("qwen3_vl", {}, "none", ""),
+        (
+            "qwen3_vl",
+            {"patch_size": 3},
+            "none",
+            "its patches of 3 x 3 pixels are not a multiple of 4 numbers",
+        ),
+        (
+            "qwen2_5_vl",
+            {"spatial_merge_size": 1},
+            "none",
+            "its squares of 48 numbers are not a multiple of 32",
+        ),
+    ],
 )
-def test_sizes_that_it_does_not_have_are_told(quantization: str, says: str, tmp_path: Path) -> None:
-    save_model("smolvlm", tmp_path)
+def test_sizes_that_it_does_not_have_are_told(
+    name: str, sizes: dict[str, int], quantization: str, says: str, tmp_path: Path
+) -> None:
+    save_model(name, tmp_path, **sizes)
     checkpoint = open_checkpoint(tmp_path)
     assert objection(checkpoint, quantization, VISION) == says

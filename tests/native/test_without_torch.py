@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.e2e.model_cli import TINY, environment
 from tests.kernels import CACHE, host_code
 from tests.model_folder import write_model
 from tests.pictures import encoded, picture
-from tests.vision_folder import write_tile_model
+from tests.vision_folder import write_deep_model, write_patch_model, write_tile_model
 
 HIDDEN = ("torch", "functorch", "triton", "transformers")
 GENERATE = """
@@ -125,13 +126,16 @@ def test_a_server_streams_and_loads_neither_torch_nor_numba(folder: Path) -> Non
     assert sorted(CACHE.iterdir()) == kept
 
 
+@pytest.mark.parametrize(
+    "write, tokens", [(write_tile_model, 36), (write_patch_model, 6), (write_deep_model, 6)]
+)
 def test_a_picture_is_answered_without_torch_and_needs_the_extra_vision(
-    folder: Path, light_python: Path
+    folder: Path, light_python: Path, write: Callable[[Path], Path], tokens: int
 ) -> None:
-    model, file = write_tile_model(folder / "sees"), folder / "a.png"
+    model, file = write(folder / write.__name__), folder / "a.png"
     file.write_bytes(encoded(picture(64, 32)))
     done = run(light_python, "-c", LOOK, model, file, "", cache=folder)
-    assert done.stdout.splitlines() == ["()", "6 36", "[]"], done.stderr
+    assert done.stdout.splitlines() == ["()", f"6 {tokens}", "[]"], done.stderr
     done = run(light_python, "-c", LOOK, model, file, "hide", cache=folder)
     notices, said, loaded = done.stdout.splitlines()
     assert "pip install 'paceline[vision]'" in said and "torch" not in said, done.stderr

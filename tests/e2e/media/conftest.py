@@ -7,7 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from paceline import LLM, SamplingParams
-from tests.e2e.media.picture_server import DATA, MODEL, NUM_TOKENS, TEXT, Hosts, PictureServer, unharmed
+from tests.e2e.media.picture_server import (
+    DATA,
+    MODEL,
+    NUM_TOKENS,
+    TEXT,
+    Hosts,
+    PictureServer,
+    served,
+    unharmed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +28,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, hosts: Hosts) -> Iterator[PictureServer]:
-    running = PictureServer(tmp_path_factory.mktemp("pictures"), hosts)
-    try:
-        running.wait_for(200)
+    with served(tmp_path_factory.mktemp("pictures"), hosts) as running:
         yield running
-        assert running.process.poll() is None, running.log()
-        running.wait_until(running.is_idle)
-        assert "Traceback" not in running.log(), running.log()
-    finally:
-        running.close()
 
 
 @pytest.fixture(scope="module")

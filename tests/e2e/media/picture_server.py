@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -172,14 +172,22 @@ class PictureServer(ClientServer):
 
     command = (sys.executable, str(Path(__file__).parent / "resolved_command.py"))
 
-    def __init__(self, folder: Path, hosts: Hosts, *flags: str, **variables: str) -> None:
-        self.hosts = hosts
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Hosts,
+        *flags: str,
+        write: Callable[[Path], Path] = write_tile_model,
+        **variables: str,
+    ) -> None:
+        """`write` makes the folder of its model."""
+        self.hosts, self._write = hosts, write
         path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
         given = {"PACELINE_TEST_NAMES": str(hosts.folder), "PYTHONPATH": path, **variables}
         super().__init__(folder, *flags, **given)
 
     def _model_flags(self) -> list[str]:
-        model = write_tile_model(self.folder / MODEL)
+        model = self._write(self.folder / MODEL)
         named = ["--load-format", "dummy", "--served-model-name", MODEL]
         limit = ["--limit-mm-per-prompt", json.dumps({"image": MOST_PICTURES})]
         fetch = [
@@ -223,6 +231,22 @@ class PictureServer(ClientServer):
 def _children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(each) for each in text.split()]
+
+
+@contextmanager
+def served(
+    folder: Path, hosts: Hosts, write: Callable[[Path], Path] = write_tile_model
+) -> Iterator[PictureServer]:
+    """A server that is ready, and that has nothing left to do and nothing to complain about in the end."""
+    server = PictureServer(folder, hosts, write=write)
+    try:
+        server.wait_for(200)
+        yield server
+        assert server.process.poll() is None, server.log()
+        server.wait_until(server.is_idle)
+        assert "Traceback" not in server.log(), server.log()
+    finally:
+        server.close()
 
 
 MOST_GROWTH = 100_000_000

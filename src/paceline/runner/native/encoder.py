@@ -35,6 +35,7 @@ from paceline.runner.native.layout import (
     LINE,
     MOST_QUERY_TOKENS,
     Q8,
+    QUAD,
     QUANTISED,
     ROW_BLOCK,
     SUB_BLOCK,
@@ -74,8 +75,20 @@ def objection(source: TensorSource, quantization: str = "auto", prefix: str = ""
         return f"its hidden size of {spec.hidden_size} is not a multiple of {step}"
     if spec.activation not in ACTIVATIONS:
         return f"there is no native {spec.activation} activation"
-    if spec.encoder is not None and spec.encoder.patches is not None and spec.encoder.patches.has_inner:
-        return "vectors are made by two products, and patches turn by row and column"  # Qwen's
+    return _patch_objection(spec)
+
+
+def _patch_objection(spec: ModelSpec) -> str:
+    """The same of what stands before and behind the layers of an encoder of pictures."""
+    assert spec.encoder is not None
+    patches = spec.encoder.patches
+    if patches is None:
+        return ""
+    if 3 * patches.size**2 % QUAD:
+        return f"its patches of {patches.size} x {patches.size} pixels are not a multiple of {QUAD} numbers"
+    square = spec.hidden_size * patches.merge**2
+    if patches.has_inner and square % GROUP:
+        return f"its squares of {square} numbers are not a multiple of {GROUP}"
     return ""
 
 
@@ -183,6 +196,7 @@ class EncoderKernels:
         self._layers = self._layer_table(prefix, matrices)
         self._parameters.set(
             is_encoder=1,
+            is_rms=int(spec.encoder.is_rms),
             hidden=spec.hidden_size,
             heads=spec.num_heads,
             kv_heads=spec.num_heads,
@@ -225,6 +239,7 @@ class EncoderKernels:
             row["qkv_bias"] = weights.vector(*(f"{stem}{_MATRICES[part]}.bias" for part in "qkv"))
             row["output_bias"] = weights.vector(f"{stem}attention.output.dense.bias")
             row["gate_bias"] = weights.vector(f"{stem}intermediate.dense.bias")
+            row["up_bias"] = weights.vector(f"{stem}intermediate.up.bias")
             row["down_bias"] = weights.vector(f"{stem}output.dense.bias")
             # A norm behind a part is what stands before the next one.
             before = f"encoder.layer.{number - 1}.output.LayerNorm" if number else ""
@@ -265,8 +280,8 @@ class EncoderKernels:
         """Room of each thread, where the longest sequence has so many tokens, or one before it had more."""
         dim, p = self.spec.head_dim, self._parameters
         scores = max(-(-longest // SUB_BLOCK) * SUB_BLOCK * 4 + 64, p.get("scores_step"))
-        rows = self._room if self._options.is_gated else min(self._room, ROW_BLOCK)
-        size = max(192 * rows, ROW_BLOCK * dim * 4, MOST_QUERY_TOKENS * (16 + 4 * dim + scores))
+        # Two products of 32 columns, one row behind the other, of a block of rows.
+        size = max(256 * ROW_BLOCK, ROW_BLOCK * dim * 4, MOST_QUERY_TOKENS * (16 + 4 * dim + scores))
         size = max(-(-size // LINE) * LINE, p.get("scratch_step"))
         if size > p.get("scratch_step"):
             p.point("scratch", aligned(self._threads * size))

@@ -39,6 +39,7 @@ from __future__ import annotations
 GROUP = 32  # inputs that share a scale
 COLUMNS = 16  # outputs of a panel
 TILE = 4  # rows abreast
+QUAD = 4  # inputs of a dense product that are taken together
 SUB_BLOCK = 16  # tokens
 INPUT_SCALES = 16  # bytes for a row and group
 Q4_GROUP, Q8_GROUP = 320, 576  # bytes of a group of a panel
@@ -212,7 +213,8 @@ def panel_bytes(kind: int, inputs: int) -> int:
     L_DOWN_BIAS,
     L_NORM_BIAS_BEFORE_ATTENTION,
     L_NORM_BIAS_BEFORE_FEED_FORWARD,
-) = range(0, 312, 8)
+    L_UP_BIAS,
+) = range(0, 320, 8)
 # In the row of one expert of a layer.
 (
     E_GATE_KIND,

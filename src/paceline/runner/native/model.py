@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 
 import numpy as np
@@ -30,6 +30,7 @@ from paceline.runner.native.layout import (
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Index = NDArray[np.int64]
 
 _AT_ONCE = 256  # positions, whose numbers stay in a near cache
 _TERMS = 9  # of the series; the angle is at most an eighth of a turn
@@ -220,6 +221,13 @@ def rope_tables(rope: RopeSpec, max_positions: int) -> tuple[Floats, Floats]:
     return tables[0], tables[1]
 
 
+def taken_turns(tables: tuple[Floats, Floats], rope: RopeSpec, turns: Index) -> tuple[Floats, Floats]:
+    """cos and sin of tokens that turn by several numbers [axes, tokens], out of those of every position."""
+    axes = np.array(rope.axes or (0,) * tables[0].shape[1])
+    cos, sin = (np.ascontiguousarray(table[turns[axes].T, np.arange(len(axes))]) for table in tables)
+    return cos, sin
+
+
 def shift_turn(rope: RopeSpec, shift: int) -> tuple[Floats, Floats]:
     """cos and sin of what turns a key from its position to one `shift` further. The factor that some kinds put on a
     rotation is in the key already."""
@@ -247,6 +255,8 @@ def cos_and_sin(angles: Doubles) -> tuple[Doubles, Doubles]:
 
 def _frequencies(rope: RopeSpec) -> Doubles:
     assert rope.kind != "dynamic", "a rotation that depends on the length of a sequence has no table"
+    if rope.kind == "axial":  # each of two numbers turns half of the pairs, at all speeds
+        return np.tile(_frequencies(replace(rope, rotary_dim=rope.rotary_dim // 2, kind="default")), 2)
     theta = Decimal(rope.theta)
     exponents = (_DECIMALS.divide(-pair, rope.rotary_dim) for pair in range(0, rope.rotary_dim, 2))
     plain: Doubles = np.array([float(_DECIMALS.power(theta, exponent)) for exponent in exponents])

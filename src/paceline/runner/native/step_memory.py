@@ -23,7 +23,7 @@ from paceline.runner.native.layout import (
     SUB_BLOCK,
     TILE,
 )
-from paceline.runner.native.model import ACTIVATIONS, NativeModel
+from paceline.runner.native.model import ACTIVATIONS, NativeModel, taken_turns
 from paceline.runner.native.team import Parameters
 
 Column = NDArray[np.int64]
@@ -202,11 +202,9 @@ class StepMemory:
                 self._turned, layers[:, places] = [], self._model.layers[:, places]
             return positions if turns is None else turns[0]
         spec = self._model.spec
-        tables = []
-        for rope, pair in zip(spec.ropes, self._model.turns, strict=True):
-            axes = np.array(rope.axes or (0,) * pair[0].shape[1])
-            found = [table[turns[axes].T, np.arange(len(axes))] for table in pair]
-            tables.append([np.ascontiguousarray(table) for table in found])
+        tables = [
+            taken_turns(pair, rope, turns) for rope, pair in zip(spec.ropes, self._model.turns, strict=True)
+        ]
         layers[:, places] = [[table.ctypes.data for table in tables[rope]] for rope in spec.layer_ropes]
         self._turned = [table for pair in tables for table in pair]
         return np.arange(turns.shape[1])

@@ -7,6 +7,7 @@ it is short), then the engine hears of it. Knows nothing of HTTP and of the shap
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,7 @@ from paceline.text.tools.call_grammar import with_tool_named
 INLINE_CHARS = 1_000
 NUM_THREADS = 2
 CHARS_PER_TOKEN = 4  # a guess on arrival, before anything is tokenised
+STEPS_AHEAD = 3  # that the inputs of one call fill: one is computed, one is planned, one is on its way
 
 Value = TypeVar("Value")
 
@@ -218,7 +220,8 @@ class Service:
             )
             generation.ignored = ignored
             if is_pooled:
-                generation.at_once = self._window
+                sizes = [len(prompt.token_ids) for prompt, _ in started]
+                generation.at_once = self._window(sum(sizes), len(sizes))
             else:
                 self.live.note(call.id, body, call.route, generation)
             return generation
@@ -236,8 +239,10 @@ class Service:
         quote = self._quote(call, body, service_level.service_class)
         size = self.check_prompt(body)
         # Of a call that is fed in a window, only what the window holds waits at a time.
-        num_waiting = min(len(body.prompts), self._window) if body.sampling.pooling is not None else None
-        waiting = size if num_waiting is None else size * num_waiting // len(body.prompts)
+        num_inputs, num_waiting = len(body.prompts), None
+        if body.sampling.pooling is not None:
+            num_waiting = min(num_inputs, self._window(size // CHARS_PER_TOKEN, num_inputs))
+        waiting = size if num_waiting is None else size * num_waiting // num_inputs
         permit = self.admission.reserve(call.caller, places, waiting // CHARS_PER_TOKEN)
         try:
             self._check_tokens(call, body, size, known)
@@ -249,6 +254,8 @@ class Service:
             prepared = await self.work(lambda: self._prepare(body, known), inline=is_short)
             ignored += await self._check_tools(body, prepared[0].sampling.structured_outputs)
             sizes = [len(prompt.token_ids) for prompt in prepared]
+            if num_waiting is not None:
+                num_waiting = self._window(sum(sizes), len(sizes))
             permit.settle(sum(sizes[:num_waiting]))
             if permit.allowance is not None:
                 longest = sum(prompt.sampling.longest_output for prompt in prepared) * places // len(prepared)
@@ -427,10 +434,12 @@ class Service:
             )
         return self._known
 
-    @property
-    def _window(self) -> int:
-        """How many inputs of one call the engine has at a time."""
-        return 2 * self._loaded().info.max_num_seqs
+    def _window(self, tokens: int, inputs: int) -> int:
+        """How many inputs of one call the engine has at a time: they fill its steps, and requests of others wait for
+        no more of them than that."""
+        info = self._loaded().info
+        enough = math.ceil(STEPS_AHEAD * info.max_num_batched_tokens * inputs / max(tokens, 1))
+        return min(max(enough, 2), 2 * info.max_num_seqs)
 
     def _tenant(self, call: Call, body: ParsedBody) -> str:
         tenant = call.caller.tenant

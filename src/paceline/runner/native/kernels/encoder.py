@@ -167,7 +167,8 @@ def place_result(p, token, head, values):
 
 @kernel
 def inner_rows(p, layer, scratch):
-    """32 columns of activation(product + bias) of a block of rows: an input of the product down."""
+    """32 columns of activation(product + bias) of a block of rows, times another product with its bias where the layer
+    has one: an input of the product down."""
     sync, count, hidden = get_int(p + at.S_SYNC), get_int(p + at.S_NUM_TOKENS), get_int(p + at.S_HIDDEN)
     inner, blocks = get_int(p + at.S_INNER), (count + at.ROW_BLOCK - 1) // at.ROW_BLOCK
     kind, w, bias = (
@@ -175,7 +176,13 @@ def inner_rows(p, layer, scratch):
         get_int(layer + at.L_GATE),
         get_int(layer + at.L_GATE_BIAS),
     )
+    up_kind, up, up_bias = (
+        get_int(layer + at.L_UP_KIND),
+        get_int(layer + at.L_UP),
+        get_int(layer + at.L_UP_BIAS),
+    )
     activation, width = get_int(p + at.S_ACTIVATION), get_int(p + at.S_INPUT_BYTES)
+    ups = scratch + 128 * at.ROW_BLOCK
     while True:
         piece = take(sync, 1)
         if piece >= inner // 32 * blocks:
@@ -186,12 +193,24 @@ def inner_rows(p, layer, scratch):
         quantised = get_int(p + at.S_NORMED_Q) + start * hidden * width
         scales = get_int(p + at.S_NORMED_SCALES) + start * (hidden // 32) * at.INPUT_SCALES
         panel_pair(kind, w, 2 * pair, x, quantised, scales, rows, hidden, scratch, 128)
+        if up != 0:
+            panel_pair(up_kind, up, 2 * pair, x, quantised, scales, rows, hidden, ups, 128)
         for half in range(2):
-            values, shift = scratch + 64 * half, splat(ZERO)
+            values, factors, shift, factor_shift = (
+                scratch + 64 * half,
+                ups + 64 * half,
+                splat(ZERO),
+                splat(ZERO),
+            )
             if bias != 0:
                 shift = load_floats(bias + 64 * (2 * pair + half))
+            if up_bias != 0:
+                factor_shift = load_floats(up_bias + 64 * (2 * pair + half))
             for row in range(rows):
-                value = activate(activation, add(load_floats(values + 128 * row), shift), splat(ONE))
+                factor = splat(ONE)
+                if up != 0:
+                    factor = add(load_floats(factors + 128 * row), factor_shift)
+                value = activate(activation, add(load_floats(values + 128 * row), shift), factor)
                 store_floats(values + 128 * row, value)
         for row in range(rows):
             source = scratch + 128 * row

@@ -29,7 +29,7 @@ from paceline.runner.native.kernels.simd import (
     sub,
     sum_of,
 )
-from paceline.runner.native.kernels.threads import LAP_GATED, LAP_PRODUCTS, LAP_ROWS, meet, take
+from paceline.runner.native.kernels.threads import LAP_GATED, LAP_PRODUCTS, LAP_ROWS, join, leave, meet, take
 
 _F = np.float32
 
@@ -291,11 +291,12 @@ def _sum_tokens(p):
 
 @kernel
 def feed_experts(p, layer, scratch, unpacked, laps):
-    """The feed-forward part of a layer with experts; the result is the delta of every token."""
+    """The feed-forward part of a layer with experts; the result is the delta of every token, the last phase open."""
     _route_tokens(p, layer, scratch)
-    meet(p, laps, LAP_ROWS)
-    _sort(p)
-    meet(p, laps, LAP_ROWS)
+    computes = join(p, laps, LAP_ROWS, True)
+    if computes:
+        _sort(p)
+    leave(p, laps, LAP_ROWS, computes)
     _gather(p)
     meet(p, laps, LAP_ROWS)
     _gated_by_expert(p, layer, scratch, unpacked)
@@ -303,4 +304,3 @@ def feed_experts(p, layer, scratch, unpacked, laps):
     _down_by_expert(p, layer, unpacked)
     meet(p, laps, LAP_PRODUCTS)
     _sum_tokens(p)
-    meet(p, laps, LAP_ROWS)

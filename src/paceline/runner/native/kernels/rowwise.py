@@ -194,22 +194,21 @@ def activate(kind, gate, up):
 @kernel
 def rotate(head, half, cos, sin):
     """Entry i and entry half + i are a pair: (a cos - b sin, b cos + a sin)."""
-    if half % 16 == 0:
-        for at in range(0, half * 4, 64):
-            a = load_floats(head + at)
-            b = load_floats(head + half * 4 + at)
-            c = load_floats(cos + at)
-            s = load_floats(sin + at)
-            store_floats(head + at, sub(mul(a, c), mul(b, s)))
-            store_floats(head + half * 4 + at, fma(a, s, mul(b, c)))
-    else:
-        for at in range(0, half * 4, 4):
-            a = get_float(head + at)
-            b = get_float(head + half * 4 + at)
-            c = get_float(cos + at)
-            s = get_float(sin + at)
-            put_float(head + at, a * c - b * s)
-            put_float(head + half * 4 + at, fma_one(a, s, b * c))
+    whole = half // 16 * 64
+    for at in range(0, whole, 64):
+        a = load_floats(head + at)
+        b = load_floats(head + half * 4 + at)
+        c = load_floats(cos + at)
+        s = load_floats(sin + at)
+        store_floats(head + at, sub(mul(a, c), mul(b, s)))
+        store_floats(head + half * 4 + at, fma(a, s, mul(b, c)))
+    for at in range(whole, half * 4, 4):
+        a = get_float(head + at)
+        b = get_float(head + half * 4 + at)
+        c = get_float(cos + at)
+        s = get_float(sin + at)
+        put_float(head + at, a * c - b * s)
+        put_float(head + half * 4 + at, fma_one(a, s, b * c))
 
 
 @kernel

@@ -65,12 +65,17 @@ from paceline.runner.native.kernels.threads import (
     LAP_PRODUCTS,
     LAP_ROWS,
     LAP_STARTED,
+    join,
+    leave,
     meet,
     take,
 )
 
 IDLE_LOOKS = 20000  # between steps, before a thread sleeps
 HEAD_PANELS = 16  # of the output matrix, of a piece
+# Rows that one thread takes in sooner than two could meet behind them: on free processors, and where a thread that
+# waits may sleep and has to be woken.
+FEW_ROWS, FEW_ROWS_SHARED = 4, 16
 
 
 @kernel
@@ -139,6 +144,25 @@ def _rows(p, weight, after, bias, has_delta, layers, scratch):
         if width:
             x, scales = get_int(p + at.S_NORMED_Q), get_int(p + at.S_NORMED_SCALES)
             quantise_row(to, row, hidden, 0, hidden, x, scales, width)
+
+
+@kernel
+def _are_few(p):
+    few = FEW_ROWS_SHARED if get_int(p + at.S_SLEEPS) else FEW_ROWS
+    return get_int(p + at.S_NUM_TOKENS) <= few
+
+
+@kernel
+def _meet_in_rows(p, laps, phase, weight, after, bias, has_delta, layers, scratch):
+    """All have ended the phase; then the phase of rows, by all threads or, of few rows, by one."""
+    alone = _are_few(p)
+    computes = join(p, laps, phase, alone)
+    if computes:
+        _rows(p, weight, after, bias, has_delta, layers, scratch)
+    if alone:
+        leave(p, laps, LAP_ROWS, computes)
+    else:
+        meet(p, laps, LAP_ROWS)
 
 
 @kernel
@@ -343,7 +367,7 @@ def _logits(p, unpacked):
 
 @kernel
 def _layer(p, layer, index, before, scratch, unpacked, laps):
-    """One layer; `before` is the layer before it."""
+    """One layer, from the meeting behind what was before it; `before` is the layer before it."""
     after, width = (
         get_int(before + at.L_NORM_AFTER_FEED_FORWARD),
         get_int(p + at.S_HEADS) * get_int(p + at.S_HEAD_DIM),
@@ -353,8 +377,9 @@ def _layer(p, layer, index, before, scratch, unpacked, laps):
         get_int(p + at.S_HIDDEN),
         get_int(p + at.S_ADAPTED) != 0,
     )
-    _rows(p, get_int(layer + at.L_NORM_BEFORE_ATTENTION), after, 0, index > 0, index, scratch)
-    meet(p, laps, LAP_ROWS)
+    phase = LAP_PRODUCTS if index > 0 else LAP_ROWS
+    weight = get_int(layer + at.L_NORM_BEFORE_ATTENTION)
+    _meet_in_rows(p, laps, phase, weight, after, 0, index > 0, index, scratch)
     if is_adapted:
         shrink_inputs(p, layer, at.PART_Q, 3, normed, hidden, laps)
     heads, kv_heads = get_int(p + at.S_HEADS), get_int(p + at.S_KV_HEADS)
@@ -371,10 +396,9 @@ def _layer(p, layer, index, before, scratch, unpacked, laps):
     if is_adapted:
         shrink_inputs(p, layer, at.PART_O, 1, x, width, laps)
     _product(p, layer, at.PART_O, kind, w, x, quantised, scales, width, unpacked)
-    meet(p, laps, LAP_PRODUCTS)
     after, bias = get_int(layer + at.L_NORM_AFTER_ATTENTION), get_int(layer + at.L_OUTPUT_BIAS)
-    _rows(p, get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD), after, bias, True, 0, scratch)
-    meet(p, laps, LAP_ROWS)
+    weight = get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD)
+    _meet_in_rows(p, laps, LAP_PRODUCTS, weight, after, bias, True, 0, scratch)
     if get_int(layer + at.L_ROUTER) != 0:
         feed_experts(p, layer, scratch, unpacked, laps)
         return
@@ -387,7 +411,6 @@ def _layer(p, layer, index, before, scratch, unpacked, laps):
     if is_adapted:
         shrink_inputs(p, layer, at.PART_DOWN, 1, x, get_int(p + at.S_INNER), laps)
     _product(p, layer, at.PART_DOWN, kind, w, x, quantised, scales, get_int(p + at.S_INNER), unpacked)
-    meet(p, laps, LAP_PRODUCTS)
 
 
 @kernel
@@ -407,14 +430,14 @@ def _encode(p, scratch, unpacked, laps):
         meet(p, laps, LAP_ROWS)
         _heads(p, layer, 0, 3 * heads, scratch, unpacked)
         meet(p, laps, LAP_HEADS)
-        _attend_and_feed(p, layer, scratch, unpacked, laps)
+        _attend_and_feed(p, layer, scratch, laps)
         bias = get_int(layer + at.L_DOWN_BIAS)
     center_rows(p, get_int(p + at.S_LAST_NORM), get_int(p + at.S_LAST_NORM_BIAS), bias, True, True)
     meet(p, laps, LAP_ROWS)
 
 
 @kernel
-def _attend_and_feed(p, layer, scratch, unpacked, laps):
+def _attend_and_feed(p, layer, scratch, laps):
     """What follows the heads in a layer of an encoder."""
     attend_units(p, layer, scratch)
     meet(p, laps, LAP_ATTENTION)
@@ -433,16 +456,13 @@ def _attend_and_feed(p, layer, scratch, unpacked, laps):
     )
     center_rows(p, weight, shift, get_int(layer + at.L_OUTPUT_BIAS), True, False)
     meet(p, laps, LAP_ROWS)
-    _feed(p, layer, get_int(p + at.S_HIDDEN), scratch, unpacked, laps)
+    _feed(p, layer, get_int(p + at.S_HIDDEN), scratch, laps)
 
 
 @kernel
-def _feed(p, layer, outputs, scratch, unpacked, laps):
+def _feed(p, layer, outputs, scratch, laps):
     """The inner layer of a part of an encoder, where it has one, and the product behind it."""
-    if get_int(layer + at.L_UP) != 0:
-        _gated(p, layer, scratch, unpacked)
-        meet(p, laps, LAP_GATED)
-    elif get_int(layer + at.L_GATE) != 0:
+    if get_int(layer + at.L_GATE) != 0:
         inner_rows(p, layer, scratch)
         meet(p, laps, LAP_GATED)
     x, quantised, scales = get_int(p + at.S_GATED), get_int(p + at.S_GATED_Q), get_int(p + at.S_GATED_SCALES)
@@ -460,7 +480,14 @@ def _see(p, stage, scratch, unpacked, laps):
         meet(p, laps, LAP_ROWS)
         return
     if stage == at.VECTORS:
-        _feed(p, layer, get_int(p + at.S_OUTPUTS), scratch, unpacked, laps)
+        weight, shift = (
+            get_int(layer + at.L_NORM_BEFORE_FEED_FORWARD),
+            get_int(layer + at.L_NORM_BIAS_BEFORE_FEED_FORWARD),
+        )
+        if weight != 0:
+            center_rows(p, weight, shift, 0, False, False)
+            meet(p, laps, LAP_ROWS)
+        _feed(p, layer, get_int(p + at.S_OUTPUTS), scratch, laps)
         return
     patches = get_int(p + at.S_PATCHES)
     if patches != 0:
@@ -480,7 +507,7 @@ def _see(p, stage, scratch, unpacked, laps):
         return
     _heads(p, layer, 0, heads, scratch, unpacked)
     meet(p, laps, LAP_HEADS)
-    _attend_and_feed(p, layer, scratch, unpacked, laps)
+    _attend_and_feed(p, layer, scratch, laps)
     take_in(p, get_int(layer + at.L_DOWN_BIAS))
     meet(p, laps, LAP_ROWS)
 
@@ -509,11 +536,11 @@ def _step(thread, p):
     has_lists = has_draws and get_int(p + at.S_HAS_LISTS) != 0
     if is_whole:
         _embed(p)
-        meet(p, laps, LAP_ROWS)
         for index in range(count):
             before = layer
             layer = layers + index * at.LAYER_BYTES
             _layer(p, layer, index, before, scratch, unpacked, laps)
+        meet(p, laps, LAP_PRODUCTS)
     _last(p, get_int(layer + at.L_NORM_AFTER_FEED_FORWARD), is_whole, scratch)
     meet(p, laps, LAP_ROWS)
     _logits(p, unpacked)

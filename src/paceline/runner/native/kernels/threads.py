@@ -41,26 +41,33 @@ def take(sync, count):
 
 @kernel
 def meet(p, laps, phase):
-    """All threads have ended the phase; the last one to come opens the next.
+    """All threads have ended the phase; the last one to come opens the next."""
+    join(p, laps, phase, False)
+
+
+@kernel
+def join(p, laps, phase, alone):
+    """All threads have ended the phase. Whether this one computes what follows: each of them does, or `alone` the last
+    one to come, while the others wait until it leaves (`leave`).
 
     A thread that waits long lets others have its processor. Where other processes use the processors too, it sleeps
     until it is woken: one that yields loses its turn to them, and gets no other before they have had theirs.
     """
     lap(laps, phase)
     pause()
+    # Read now: the others may go on as soon as this thread is here, to the next step too.
     sync, threads, sleeps = get_int(p + at.S_SYNC), get_int(p + at.S_THREADS), get_int(p + at.S_SLEEPS)
     meeting = peek(sync)
     asleep = sync + at.Y_ASLEEP + meeting % 2 * at.LINE
+    computes = True
     if fetch_add(sync + at.Y_ARRIVED, 1) == threads - 1:
         poke(sync + at.Y_ARRIVED, 0)
-        poke(sync + at.Y_PIECE, get_int(sync + at.Y_FIRST_PIECE))
-        fetch_add(p + at.S_PHASE, 1)
-        pause()
-        if sleeps:
-            _open(sync, asleep)
+        if alone:
+            poke(sync + at.Y_PIECE, get_int(sync + at.Y_FIRST_PIECE))
         else:
-            poke(sync, meeting + 1)
+            _open(p, sync, meeting)
     else:
+        computes = not alone
         looks = 0
         while peek(sync) == meeting:
             looks += 1
@@ -70,6 +77,16 @@ def meet(p, laps, phase):
                 else:
                     yield_processor()
     lap(laps, LAP_WAITING)
+    return computes
+
+
+@kernel
+def leave(p, laps, phase, computed):
+    """Behind what one thread has computed alone: it opens the next phase."""
+    if computed:
+        lap(laps, phase)
+        sync = get_int(p + at.S_SYNC)
+        _open(p, sync, peek(sync))
 
 
 # A thread is counted before it looks at the meeting for the last time, and the meeting is over before it is asked how
@@ -82,7 +99,19 @@ def meet(p, laps, phase):
 
 
 @kernel
-def _open(sync, asleep):
+def _open(p, sync, meeting):
+    """The next phase begins, with all of its pieces."""
+    poke(sync + at.Y_PIECE, get_int(sync + at.Y_FIRST_PIECE))
+    fetch_add(p + at.S_PHASE, 1)
+    pause()
+    if get_int(p + at.S_SLEEPS):
+        _wake_sleepers(sync, sync + at.Y_ASLEEP + meeting % 2 * at.LINE)
+    else:
+        poke(sync, meeting + 1)
+
+
+@kernel
+def _wake_sleepers(sync, asleep):
     fetch_add(sync, 1)
     pause()
     count = peek(asleep)
