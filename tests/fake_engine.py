@@ -16,7 +16,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, FinishReas
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.stretch import PLAIN, PromptParts
+from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.errors import SleepRefused, UnknownAdapter
 from paceline.process.client import (
     EngineInfo,
@@ -149,7 +149,14 @@ class IdleClient:
     def fork(self, number: int, count: int, **how: Any) -> EngineStream:
         raise NotImplementedError
 
-    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+    async def extend(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
         raise EngineUnavailable("this engine extends nothing")
 
     async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:

@@ -91,7 +91,7 @@ def all_routes() -> list[Route]:
     from paceline.llm.pairs import PooledModel
     from paceline.server.api.batch_routes import batch_routes, file_routes
     from paceline.server.api.routes import routes
-    from paceline.server.generate.service import ServiceSettings
+    from paceline.server.generate.served_model import ServiceSettings
 
     settings = ServiceSettings()
     model = SimpleNamespace(pooled=PooledModel(tokenizer=None))

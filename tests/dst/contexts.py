@@ -6,8 +6,10 @@ import random
 from collections import Counter
 
 from paceline.config.engine import EngineConfig
+from paceline.core.parameters import Pin
 from paceline.core.stretch import ModulePart
 from paceline.scheduler.scheduler import Scheduler
+from tests.dst.pins import NAMES, has_pins
 from tests.dst.settings import Trouble
 from tests.dst.watch import WatchedRunner
 from tests.reference_output import Placed, placed_of
@@ -31,6 +33,7 @@ class Contexts:
         self.is_on &= not trouble.same_keys
         self._share = rng.choice((0.3, 0.7, 1.0))
         self._longest = config.scheduler.max_model_len // rng.choice((2, 3, 6))
+        self._pins = has_pins(seed)
         self._recompute = rng.choice((0, 1, 4, 16))
         size = config.kv.block_size
         texts = [[rng.randrange(1000) for _ in range(self._longest)] for _ in range(2)]
@@ -54,10 +57,17 @@ class Contexts:
             if len(prompt) + len(text) > self._longest:
                 continue
             prompt[at:at] = text
-            parts.append(ModulePart(at, len(text), self._recompute))
+            parts.append(ModulePart(at, len(text), self._recompute, self._pin()))
             at = min(len(prompt), at + len(text) + rng.choice((0, 0, 1, 5)))
         self._counts["contexts"] += len(parts)
         return parts
+
+    def _pin(self) -> Pin | None:
+        """That what is placed brings along, in worlds that pin."""
+        rng = self._rng
+        if not self._pins or rng.random() < 0.5:
+            return None
+        return Pin(ttl_s=rng.choice((1, 2, 20)), name=rng.choice(NAMES))
 
     def text(self) -> list[int]:
         """One of them, to be computed for its pin."""

@@ -16,6 +16,7 @@ from paceline.errors import InvalidTransition
 from paceline.scheduler.invariants import InvariantViolation
 from tests.dst.objectives import REFUSALS
 from tests.guides import FakeGuide
+from tests.reference_output import placed_of
 
 if TYPE_CHECKING:
     from tests.dst.watch import Expectation
@@ -90,7 +91,8 @@ class TreeMoves:
         world.coverage.counts["fork at an earlier token"] += at < len(tokens) - request.num_prompt
         for rid in ids:
             world.expect(rid, begun + append, parent.tenant)
-            world.clients[rid].pictures, world.clients[rid].placed = parent.pictures, parent.placed
+            branch = world.engine.scheduler.state.requests[rid]
+            world.clients[rid].pictures, world.clients[rid].placed = parent.pictures, placed_of(branch)
             world.clients[rid].seen = len(begun) + len(append) - start
 
     def _more(self, client: Expectation, seen: int) -> list[int]:
@@ -119,10 +121,12 @@ class TreeMoves:
             return
         tokens = self._more(client, client.seen + len(client.tokens)) or [rng.randrange(1000)]
         max_tokens = rng.choice((None, 1, 5, 30))
+        is_guided = client.sampling.structured_outputs is not None
+        modules = [] if is_guided else world.contexts.draw(tokens)
         world.admissions.begin()
         was_held = request.held is not None
         try:
-            world.engine.extend(request.id, tokens, max_tokens=max_tokens)
+            world.engine.extend(request.id, tokens, max_tokens=max_tokens, modules=modules)
         except (*REFUSALS, InvalidTransition):
             world.admissions.check_refusal()
             return
@@ -133,7 +137,10 @@ class TreeMoves:
         if events.tokens:  # else a hook has failed
             world.coverage.counts["extend"] += 1
             world.coverage.counts["extend a held one"] += was_held
+            num_placed = len(client.placed)
             client.continues(tokens, request)
+            client.placed = placed_of(request)
+            world.coverage.counts["extend by contexts"] += len(client.placed) > num_placed
         world.receive(events)
 
     def _cut(self) -> None:

@@ -353,6 +353,11 @@ class World:
         """Faults that were injected and may have ended this request."""
         if self.hooks.cursed.get(ending.request) or self.runner.steps_failed > 1:
             client.told.add("internal_error")
+        if client.placed and any(
+            self.hooks.cursed.get(number) and self.pins.computes(each.sampling)
+            for number, each in self.clients.items()
+        ):  # the module that it waits for could not be computed
+            client.told.add("internal_error")
         if self.runner.nan_rows:
             client.told.add("numerical_error")
         guide = FakeGuide.of(client.sampling, client.seen + len(client.tokens))
@@ -523,7 +528,8 @@ class World:
         for rid in ids:
             self.expect(rid, tokens, parent.tenant)
             self.clients[rid].seen = parent.seen + len(tokens) - len(parent.prompt)
-            self.clients[rid].pictures, self.clients[rid].placed = parent.pictures, parent.placed
+            branch = self.engine.scheduler.state.requests[rid]
+            self.clients[rid].pictures, self.clients[rid].placed = parent.pictures, placed_of(branch)
 
     def _prune(self) -> None:
         state = self.engine.scheduler.state

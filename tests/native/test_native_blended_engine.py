@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,13 +51,18 @@ def engine(model: NativeModel, code: Code, *, blocks: int = 200, budget: int = 6
     return build_engine(config, CPURunner(config, step), make_checker=InvariantChecker)
 
 
-def add(made: Engine, asked: PassagePrompt, *, blends: bool = True, tenant: str = "one") -> RequestId:
+def read(asked: PassagePrompt, *, blends: bool = True) -> tuple[list[int], list[ModulePart]]:
     tokens: list[int] = []
     modules = []
     for part in asked:
         if part.is_placed and blends:
             modules.append(ModulePart(len(tokens), len(part.tokens)))
         tokens += part.tokens
+    return tokens, modules
+
+
+def add(made: Engine, asked: PassagePrompt, *, blends: bool = True, tenant: str = "one") -> RequestId:
+    tokens, modules = read(asked, blends=blends)
     return made.add(tokens, GREEDY, modules=modules, tenant=tenant)[0]
 
 
@@ -143,3 +149,43 @@ def test_tenants_share_no_module(model: NativeModel, code: Code, expected: list[
         computed.append(made.scheduler.state.counters.computed_tokens - before)
     assert computed[1] < computed[0] - 100, "the second finds it"
     assert computed[2] == computed[0], "another tenant computes it again"
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+@pytest.mark.parametrize("begins_blended", [False, True])
+def test_injected_into_a_running_request_it_is_the_same_prompt(
+    model: NativeModel, code: Code, begins_blended: bool, disturbed: bool
+) -> None:
+    """Texts that are put behind what a request has generated are placed as in a prompt that has all of it; beside
+    others, and when the request is preempted and its cache is gone."""
+    made = engine(model, code, blocks=120)
+    begun, before = read(PROMPTS[3] if begins_blended else PROMPTS[4])
+    inserted, parts = read(PROMPTS[0])
+    held = replace(GREEDY, max_tokens=5, on_stop="hold", hold_s=60.0)
+    (number,) = made.add(begun, held, modules=before, tenant="one")
+    made.step()
+    beside = add(made, PROMPTS[1])
+    while made.scheduler.state.requests[number].held is None:
+        made.step()
+    tokens = made.scheduler.tokens_of(number).tolist()
+    made.extend(number, inserted, max_tokens=ANSWER, modules=parts)
+    requests = made.scheduler.state.requests
+    while requests[number].held is None:
+        made.step()
+        if (
+            disturbed
+            and made.scheduler.preempt(number)
+            and requests[number].num_tokens < len(tokens) + len(inserted) + 4
+        ):
+            made.scheduler.reset_prefix_cache()
+    assert made.last_error is None
+    found = made.scheduler.tokens_of(number).tolist()[len(tokens) + len(inserted) :]
+    made.prune(number)
+    finish(made)
+    assert beside not in requests
+    alone, plain = engine(model, code), engine(model, code)
+    behind = [part._replace(start=part.start + len(tokens)) for part in parts]
+    (same,) = alone.add(tokens + inserted, GREEDY, modules=[*before, *behind], tenant="one")
+    (exact,) = plain.add(tokens + inserted, GREEDY, modules=before, tenant="one")
+    assert found == finish(alone)[same]
+    assert found != finish(plain)[exact], "or this test says nothing"

@@ -33,7 +33,7 @@ from paceline.config.engine import (
 from paceline.config.speculative import MOST_DRAFTS, DraftConfig
 from paceline.core.dial import DialKind
 from paceline.core.events import Decision, DecisionKind, Rule
-from paceline.core.inputs import INPUT_TYPES, AddRequest, Input
+from paceline.core.inputs import INPUT_TYPES, AddRequest, Extend, Input
 from paceline.core.plan import (
     DRAFT_KINDS,
     EMPTY,
@@ -167,9 +167,12 @@ def config_of(value: Json) -> EngineConfig:
 
 
 def encode_input(time_s: float, given: Input) -> list[Json]:
-    """An input: its kind, its time, its values. Those of an add stand by name, without defaults."""
+    """An input: its kind, its time, its values. Those of an add stand by name, without defaults; an extension has
+    what it places only where it places something."""
     declared: Any = type(given)
     values = {name: plain(getattr(given, name)) for name in _names(declared)}
+    if isinstance(given, Extend) and not given.stretches:
+        del values["stretches"], values["modules"]
     if not isinstance(given, AddRequest):
         return [given.kind, plain(time_s), *values.values()]
     if given.num_tokens == given.num_prompt:
@@ -186,7 +189,10 @@ def decode_input(entry: Json) -> tuple[float, Input]:
         raise ValueError("this version knows no such input")
     if made is AddRequest:
         return decode_time(time_s), decode_add(*values)
-    named = dict(zip(_names(made), values, strict=True))
+    names = _names(made)
+    if made is Extend and len(values) == len(names) - 2:
+        values += [(), ()]
+    named = dict(zip(names, values, strict=True))
     return decode_time(time_s), made(**{name: _decoded(name, value) for name, value in named.items()})
 
 
@@ -220,7 +226,8 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "media": lambda items: tuple((bytes.fromhex(key), units, outputs) for key, units, outputs in items),
     "stretches": lambda stretches: tuple(map(tuple, stretches)),
     "modules": lambda modules: tuple(
-        (tuple(map(bytes.fromhex, keys)), count, again) for keys, count, again in modules
+        (tuple(map(bytes.fromhex, keys)), count, again, None if pin is None else tuple(pin))
+        for keys, count, again, pin in modules
     ),
     "options": lambda pairs: tuple((name, value) for name, value in pairs),
     "target": DialKind,

@@ -7,7 +7,7 @@ order of its fields is the order of its values there; see docs/reference/run-log
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar, dataclass_transform
 
@@ -19,6 +19,7 @@ from paceline.core.request import (
     DEFAULT_TENANT,
     BlockReason,
     ModuleRef,
+    PlacedStretches,
     Request,
     RequestId,
     TreeLimits,
@@ -53,6 +54,44 @@ def _logged_as(name: str) -> Callable[[type[Declared]], type[Declared]]:
     return declare
 
 
+LoggedStretch = tuple[int, int, int, int]  # start, end, kind, place among items or modules
+# The keys of its blocks, its tokens, how many of them are computed again, and its pin: seconds and a name.
+LoggedModule = tuple[tuple[bytes, ...], int, int, tuple[int, str] | None]
+
+
+def log_stretches(stretches: Iterable[Stretch]) -> tuple[LoggedStretch, ...]:
+    return tuple([(start, end, int(kind), item) for start, end, kind, item in stretches])
+
+
+def log_modules(modules: Iterable[ModuleRef]) -> tuple[LoggedModule, ...]:
+    return tuple(
+        [
+            (
+                tuple([key.key for key in module.keys]),
+                module.num_tokens,
+                module.recompute,
+                None if module.pin is None else (module.pin.ttl_s, module.pin.name),
+            )
+            for module in modules
+        ]
+    )
+
+
+def logged_placed(stretches: Iterable[LoggedStretch], modules: Iterable[LoggedModule]) -> PlacedStretches:
+    """What was logged, with keys without what they were made from."""
+    refs = [
+        ModuleRef(
+            keys=tuple(named_keys(keys)),
+            num_tokens=num_tokens,
+            recompute=recompute,
+            pin=None if pin is None else Pin(ttl_s=pin[0], name=pin[1]),
+        )
+        for keys, num_tokens, recompute, pin in modules
+    ]
+    found = [Stretch(start, end, StretchKind(kind), item) for start, end, kind, item in stretches]
+    return PlacedStretches(tuple(refs), tuple(found))
+
+
 @_logged_as("add")
 class AddRequest(Input):
     """A request was accepted or refused. In the log its values stand by name, without those that are the default."""
@@ -84,9 +123,8 @@ class AddRequest(Input):
     # It ends with a vector: the kind, and the token ids of choice.
     pooling: tuple[str, tuple[int, ...]] | None = None
     media: tuple[tuple[bytes, int, int], ...] = ()  # of each item: its key, units, vectors
-    stretches: tuple[tuple[int, int, int, int], ...] = ()  # start, end, kind, place among items or modules
-    # Of each module: the keys of its blocks, its tokens, and how many of them are computed again.
-    modules: tuple[tuple[tuple[bytes, ...], int, int], ...] = ()
+    stretches: tuple[LoggedStretch, ...] = ()
+    modules: tuple[LoggedModule, ...] = ()
     is_module: bool = False
 
     @classmethod
@@ -119,10 +157,8 @@ class AddRequest(Input):
             kv_keep=None if kept is None else (kept.first, kept.recent),
             pooling=None if pooled is None else (pooled.kind, pooled.token_ids),
             media=tuple([(item.key, item.units, item.outputs) for item in request.media]),
-            stretches=tuple([(start, end, int(kind), item) for start, end, kind, item in request.stretches]),
-            modules=tuple(
-                [(tuple([key.key for key in m.keys]), m.num_tokens, m.recompute) for m in request.modules]
-            ),
+            stretches=log_stretches(request.stretches),
+            modules=log_modules(request.modules),
             is_module=request.is_module,
         )
 
@@ -160,15 +196,7 @@ class AddRequest(Input):
         request.num_prompt, request.parent = self.num_prompt, self.parent
         request.model, request.adapter = self.model, self.adapter
         request.media = tuple([MediaItem(key=key, units=units, outputs=n) for key, units, n in self.media])
-        request.stretches = tuple(
-            [Stretch(start, end, StretchKind(kind), item) for start, end, kind, item in self.stretches]
-        )
-        request.modules = tuple(
-            [
-                ModuleRef(keys=tuple(named_keys(keys)), num_tokens=count, recompute=again)
-                for keys, count, again in self.modules
-            ]
-        )
+        request.modules, request.stretches = logged_placed(self.stretches, self.modules)
         request.is_module = self.is_module
         request.shares = self.num_prompt if self.shares is None else self.shares
         request.score = self.score
@@ -207,6 +235,9 @@ class Extend(Input):
     request: RequestId
     num_tokens: int
     max_tokens: int  # that it may generate behind them
+    # What of them is placed, as in AddRequest; stretches count from the request's first token.
+    stretches: tuple[LoggedStretch, ...] = ()
+    modules: tuple[LoggedModule, ...] = ()
 
 
 @_logged_as("score")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.fast import IdentityEnum
+from paceline.core.parameters import Pin
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, SPOT, ServiceLevel
-from paceline.core.stretch import RECOMPUTED, MediaItem, MediaPart, ModulePart, Stretch
+from paceline.core.stretch import RECOMPUTED, MediaItem, MediaPart, ModulePart, Stretch, StretchKind
 from paceline.errors import InvalidRequest
 
 MAX_TREE_BRANCHES = 256
@@ -131,6 +132,17 @@ class ModuleRef:
     keys: tuple[BlockKey, ...]  # of the module's full blocks, under the root of modules
     num_tokens: int  # of the text; what is behind its full blocks is not placed
     recompute: int = RECOMPUTED
+    pin: Pin | None = None  # that its blocks get where they are placed, if they do not have it
+
+
+class PlacedStretches(NamedTuple):
+    """Texts of a sequence that are placed."""
+
+    modules: tuple[ModuleRef, ...] = ()  # where their KV comes from
+    stretches: tuple[Stretch, ...] = ()  # where they stand; each names its place among the request's modules
+
+
+NOTHING_PLACED = PlacedStretches()
 
 
 class Cost(NamedTuple):
@@ -165,6 +177,30 @@ NO_COST = Cost()
 def account_of(tenant: str) -> str:
     """The tenant that is charged: what follows `SALT` only keeps cached prefixes of one tenant apart."""
     return tenant.partition(SALT)[0]
+
+
+def cut_stretches(request: Request, kept: int, block_size: int) -> int:
+    """Leave a request with the stretches of its first `kept` tokens, its prompt among them.
+
+    What is left of a placed text that is cut is placed as a text of its own: its full blocks, short of the request's
+    last token, which is always computed. Returns how many tokens are what they were, under the keys that they had.
+    """
+    end = min(kept, request.num_tokens - 1)
+    whole = tuple([each for each in request.stretches if each.end <= end or each.kind is StretchKind.MEDIA])
+    if len(whole) == len(request.stretches):
+        return kept
+    cut = request.stretches[len(whole)]
+    modules = request.modules[: sum([stretch.kind is StretchKind.PLACED for stretch in whole])]
+    if cut.start < kept:
+        module, num_tokens = request.modules[cut.item], kept - cut.start
+        keys = module.keys[: num_tokens // block_size]
+        end = min(end, cut.start + len(keys) * block_size)
+        if end > cut.start + module.recompute:
+            whole = (*whole, cut._replace(end=end))
+            modules = (*modules, replace(module, keys=keys, num_tokens=num_tokens, pin=None))
+    request.stretches, request.modules = whole, modules
+    request.num_placed = min(request.num_placed, len(modules))
+    return min(kept, cut.start)
 
 
 def sooner(deadline_s: float | None, arrival_s: float, deadline_ms: int | None) -> float | None:
@@ -251,7 +287,7 @@ class Request:
         self.adapter = 0
         self.media: tuple[MediaItem, ...] = ()
         self.modules: tuple[ModuleRef, ...] = ()
-        self.stretches: tuple[Stretch, ...] = ()  # of its prompt, in order
+        self.stretches: tuple[Stretch, ...] = ()  # of its prompt and of what was put behind it, in order
         # It computes a module: its keys are under their root, and it ends with its prompt.
         self.is_module = False
         self.num_placed = 0  # of its modules, those that were counted as reused

@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from paceline.core.fast import value
+from paceline.core.parameters import Pin
 
 
 class StretchKind(IntEnum):
@@ -90,6 +91,7 @@ class ModulePart(NamedTuple):
     start: int
     num_tokens: int
     recompute: int = RECOMPUTED
+    pin: Pin | None = None  # of the context that the text is of: what is lost of it is pinned again
 
 
 class PromptParts(NamedTuple):

@@ -32,6 +32,7 @@ from paceline.core.request import (
     RequestHooks,
     RequestId,
     TreeLimits,
+    cut_stretches,
     sooner,
 )
 from paceline.core.sampling import SamplingParams, branch_seed
@@ -43,6 +44,7 @@ from paceline.engine.guides import Guides
 from paceline.engine.media import Media
 from paceline.engine.modules import Modules
 from paceline.engine.prefix_keys import keys_in_parts
+from paceline.engine.stand_ins import FailedStep, NoRunner
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 
@@ -252,8 +254,8 @@ class Engine:
             branch.adapter = parent.adapter
             branch.media, branch.modules, branch.stretches = parent.media, parent.modules, parent.stretches
             branch.deadline_s, branch.arrival_s = parent.deadline_s, parent.arrival_s
-            branch.shares, branch.score = kept, score
-            branch.keys = parent.keys[: kept // block_size]
+            branch.shares, branch.score = cut_stretches(branch, kept, block_size), score
+            branch.keys = parent.keys[: branch.shares // block_size]
             branch.keys += self._hooks.new_keys(branch)
         self.scheduler.fork(request_id, branches)
         parent.branches += count
@@ -279,17 +281,27 @@ class Engine:
             raise InvalidRequest("a branch has the structure of its parent", param="structured_outputs")
         return parent.sampling.of_branch(left, min_tokens, changes)
 
-    def extend(self, request_id: RequestId, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+    def extend(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
         """Put tokens behind the output of a live request, which continues from there; see `Scheduler.extend`.
 
-        Without tokens, one that is held goes on, and any other gets another `max_tokens`.
+        Without tokens, one that is held goes on, and any other gets another `max_tokens`. `modules`: texts among the
+        tokens that are placed, as in `add`; where they begin counts from the first of these tokens.
         """
         known = self.scheduler.tokens_of(request_id)  # raises where there is no such request
-        is_held = self.scheduler.state.requests[request_id].held is not None
-        if not len(tokens) and max_tokens is None and not is_held:
+        extended = self.scheduler.state.requests[request_id]
+        if not len(tokens) and max_tokens is None and extended.held is None:
             raise InvalidRequest("there is nothing to extend the answer by", param="tokens")
         moved = self.guides.of_extension(request_id, known.tolist(), tokens)
-        self.scheduler.extend(request_id, np.array(tokens, np.int32), max_tokens)
+        inserted = np.array(tokens, np.int32)
+        placed = self.modules.placed_behind(extended, len(known), inserted, modules)
+        self.scheduler.extend(request_id, inserted, max_tokens, placed)
         request = self.scheduler.state.requests.get(request_id)
         if moved is not None and request is not None:  # else it failed on the way
             self.guides.extended(request_id, moved, request.num_tokens)
@@ -402,7 +414,7 @@ class Engine:
         self.scheduler.sleep(levels_lost=levels_lost)
         self.adapters.obey()
         self.media.sleep()
-        self._runner = _NoRunner()
+        self._runner = NoRunner()
         if self.checker is not None:
             self.checker.after_update(None)
 
@@ -423,7 +435,7 @@ class Engine:
 
     @property
     def is_asleep(self) -> bool:
-        return isinstance(self._runner, _NoRunner)
+        return isinstance(self._runner, NoRunner)
 
     def close(self) -> None:
         """Complete what is under way, what is to be written to a disk too, and close the log."""
@@ -471,7 +483,7 @@ class Engine:
         try:
             pending = self._runner.submit(plan)
         except Exception as error:
-            self._in_flight.append(StepInFlight(plan, _Failed(error), t_plan, inputs, decisions))
+            self._in_flight.append(StepInFlight(plan, FailedStep(error), t_plan, inputs, decisions))
             self._recover(error)
             return False
         guides = self.guides.of_rows(plan) if self.guides else None
@@ -485,7 +497,7 @@ class Engine:
             try:
                 step.pending.supply(step.guides)
             except Exception as error:
-                step.pending = _Failed(error)
+                step.pending = FailedStep(error)
             step.guides = None
 
     def _wait(self) -> None:
@@ -565,26 +577,3 @@ class Engine:
 def _is_out_of_memory(error: Exception) -> bool:
     """Of the host or of a device; torch's own error is known by its name, for torch is not known here."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
-class _NoRunner:
-    """In the place of the runner of an engine that sleeps."""
-
-    def submit(self, plan: StepPlan) -> Pending:
-        raise AssertionError("an engine that sleeps makes no step")
-
-    def reset(self, full: StepPlan) -> None:
-        raise AssertionError("an engine that sleeps has nothing to reset")
-
-
-@dataclass(slots=True)
-class _Failed:
-    """The pending of a step that has no result."""
-
-    error: Exception
-
-    def supply(self, guides: Mapping[int, Guide]) -> None:
-        raise self.error
-
-    def wait(self) -> StepResult:
-        raise self.error

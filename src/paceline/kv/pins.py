@@ -98,6 +98,11 @@ class Pins:
         """Blocks that may still be pinned for a tenant."""
         return max(0, min(self.most - self.num_blocks, self.most_of_tenant - self.of_tenant(tenant)))
 
+    def is_pinned(self, tenant: str, name: str, keys: Sequence[BlockKey]) -> bool:
+        """Whether there is a pin of this name, of these blocks."""
+        pin = self._pins.get((tenant, name))
+        return pin is not None and pin.names == tuple([key.key for key in keys])
+
     def lacking(self, tenant: str, keys: Sequence[BlockKey]) -> int:
         """Blocks that a pin of these keys would add to those of its tenant."""
         known = self._users.get(tenant, {})

@@ -19,7 +19,7 @@ from paceline.media.sources import take_pictures
 from paceline.text.answer import AnswerForm
 from paceline.text.dialect import ChatRequest, Dialect
 from paceline.text.picture_marks import PictureMarks
-from paceline.text.placed_texts import PlacedTexts, encode_placed
+from paceline.text.placed_texts import PlacedPrompt, PlacedTexts, encode_placed, joined
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 # Words that must not be produced, as the token sequences that would spell them.
@@ -128,6 +128,16 @@ class PromptReader:
                 message = f"token id {token!r} is not in [0, {self._vocab_size})"
                 raise InvalidRequest(message, param=param)
         return ids
+
+    def read_placed(self, parts: Sequence[tuple[str, bool]], param: str) -> PlacedPrompt:
+        """The same as texts in lines of their own, each with whether it is placed: those are tokenised alone."""
+        if self._tokenizer is None:
+            raise InvalidRequest("text needs a tokenizer; give token ids", param=param)
+        limit = self._max_model_len * MAX_CHARS_PER_TOKEN
+        size = sum(len(text) for text, _ in parts)
+        if size > limit:
+            raise InvalidRequest(f"{param} has {size} characters, at most {limit} are accepted", param=param)
+        return joined(self._tokenizer, parts, "\n")
 
     def read_changes(
         self, sampling: SamplingParams, changes: Mapping[str, Any]

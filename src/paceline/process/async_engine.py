@@ -25,7 +25,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.stretch import PLAIN, MediaPart, PromptParts
+from paceline.core.stretch import PLAIN, MediaPart, ModulePart, PromptParts
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
@@ -123,7 +123,7 @@ class AsyncEngine:
             tree=tree,
             adapter=adapter,
             media=tuple([_item(part) for part in parts.media]),
-            modules=tuple([(part.start, part.num_tokens) for part in parts.modules]),
+            modules=tuple(map(frames.Module.of, parts.modules)),
             is_module=parts.is_module,
         )
         for _, given in parts.media:
@@ -165,9 +165,18 @@ class AsyncEngine:
         for at in range(0, len(data), most):
             sender.send(frames.encode(frames.Pixels(self._numbers.next, bytes(data[at : at + most]))))
 
-    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
-        column = _column(tokens, "tokens")
-        answer = await self._ask(lambda question: frames.ExtendBranch(question, number, column, max_tokens))
+    async def extend(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
+        column, sent = _column(tokens, "tokens"), tuple(map(frames.Module.of, modules))
+        answer = await self._ask(
+            lambda question: frames.ExtendBranch(question, number, column, max_tokens, sent)
+        )
         assert isinstance(answer, frames.Extended)
         if answer.rejected is not None:
             raise error_of(answer.rejected)

@@ -22,7 +22,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.stretch import PLAIN, PromptParts
+from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.costs.cost_model import ModelWork
 from paceline.errors import PacelineError
 
@@ -248,7 +248,14 @@ class EngineClient(Protocol):
         with.
         """
 
-    async def extend(self, number: int, tokens: Sequence[int], *, max_tokens: int | None = None) -> None:
+    async def extend(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
         """Put tokens behind the output of a live branch; its stream tells them. See `Engine.extend`."""
 
     async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:

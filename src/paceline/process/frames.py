@@ -38,10 +38,12 @@ from paceline.config.model_set import ModelShare
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Finished, Forecast, Held, LogprobEvent
+from paceline.core.parameters import Pin
 from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.core.standing import Standing
+from paceline.core.stretch import ModulePart
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -166,6 +168,25 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[Count, ...]
 
 
+class Module(msgspec.Struct, array_like=True, frozen=True):
+    """A placed text: where it begins, its tokens, and for how long its module is pinned, under what name."""
+
+    start: Count
+    num_tokens: Count
+    pin_s: Count = 0  # 0: it is not
+    pin_name: str = ""
+
+    @classmethod
+    def of(cls, part: ModulePart) -> Module:
+        pin = part.pin
+        return cls(part.start, part.num_tokens, *(() if pin is None else (pin.ttl_s, pin.name)))
+
+    @property
+    def part(self) -> ModulePart:
+        pin = Pin(ttl_s=self.pin_s, name=self.pin_name) if self.pin_s else None
+        return ModulePart(self.start, self.num_tokens, pin=pin)
+
+
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """A request: branches `first` to `first + sampling.n - 1`."""
 
@@ -181,7 +202,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     tree: TreeLimits | None = None
     adapter: Count = NO_ADAPTER  # its number
     media: tuple[Item, ...] = ()
-    modules: tuple[tuple[Count, Count], ...] = ()  # of placed texts: where they begin, and their tokens
+    modules: tuple[Module, ...] = ()
     is_module: bool = False  # it is such a text alone
 
 
@@ -204,6 +225,7 @@ class ExtendBranch(msgspec.Struct, tag="extend", array_like=True, frozen=True):
     branch: RequestNumber
     tokens: bytes  # TOKEN
     max_tokens: Count | None = None
+    modules: tuple[Module, ...] = ()  # among these tokens
 
 
 class Prune(msgspec.Struct, tag="prune", array_like=True, frozen=True):

@@ -24,7 +24,7 @@ from paceline.core.request import BlockKey, ChangeOutcome, FinishReason, Request
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.stretch import MediaInput, MediaPart, ModulePart
+from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
 from paceline.engine.stepper import Stepper
@@ -370,7 +370,7 @@ class ModelService:
                 tree=add.tree,
                 adapter=add.adapter,
                 media=media,
-                modules=[ModulePart(*part) for part in add.modules],
+                modules=[each.part for each in add.modules],
                 is_module=add.is_module,
                 keys=keys,
             )
@@ -406,7 +406,10 @@ class ModelService:
         rejected = None
         try:
             tokens = self._tokens(extend.tokens, "tokens").tolist()
-            self.engine.extend(RequestId(extend.branch), tokens, max_tokens=extend.max_tokens)
+            modules = [each.part for each in extend.modules]
+            self.engine.extend(
+                RequestId(extend.branch), tokens, max_tokens=extend.max_tokens, modules=modules
+            )
         except PacelineError as error:
             rejected = rejected_with(error, extend.branch)
         except Exception:

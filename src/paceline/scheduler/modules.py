@@ -74,6 +74,11 @@ class Modules:
         if order is not None:
             places[request.id] = places[order.request.id]
 
+    def rests(self, request: Request) -> None:
+        """A request is put aside by its owner: the module that it computes is asked of another."""
+        if request.is_module and request.keys and self.computing.get(request.keys[-1].key) == request.id:
+            del self.computing[request.keys[-1].key]
+
     def ends(self, request: Request) -> list[RequestId]:
         """A request has ended; if it computed a module, returns those that have waited for that."""
         self._asked.pop(request.id, None)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
-from paceline.core.request import Request, RequestId, account_of
+from paceline.core.parameters import Pin
+from paceline.core.request import ModuleRef, Request, RequestId, account_of
 from paceline.errors import InvalidRequest, PacelineError, PinsFull
-from paceline.kv.pins import NO_LIMIT, Pins
+from paceline.kv.pins import NO_LIMIT, Bought, Pins
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import largest_unreserved, reserved_full
 
@@ -64,25 +65,35 @@ def keep(state: SchedulerState, request: Request) -> None:
     keys = request.keys[: num_tokens // kv.block_size]
     tenant = account_of(request.tenant)
     bought = kv.pins.pin(request.id, tenant, wanted.name, keys, wanted.ttl_s, _beside_reserved(state))
-    if not bought.num_blocks:
+    _note(state, request, wanted, bought)
+
+
+def keep_module(state: SchedulerState, request: Request, module: ModuleRef) -> None:
+    """A request has placed a text whose module is to be pinned: that is made up for where it was lost. All of it or
+    nothing, because a part of a module cannot be placed."""
+    wanted, pins = module.pin, state.kv.pins
+    tenant = account_of(request.tenant)
+    if wanted is None or pins.is_pinned(tenant, wanted.name, module.keys):
         return
-    cost = request.cost
-    request.cost = cost._replace(
-        pinned=cost.pinned + bought.num_blocks, pinned_block_us=cost.pinned_block_us + bought.block_us
-    )
-    if bought.block_us:  # else all of it was pinned as long
-        state.counters.pinned += 1
-        figures = (NO_NUMBER, NO_NUMBER, bought.num_blocks, NO_REQUEST)
-        rule = Rule.CONTEXT if wanted.name else Rule.PROMPT
-        tokens = bought.num_blocks * kv.block_size
-        state.decide(DecisionKind.PIN, request, rule, tokens, figures, seconds=float(wanted.ttl_s))
+    beside = _beside_reserved(state)
+    if pins.lacking(tenant, module.keys) <= min(pins.room_for(tenant), beside):
+        bought = pins.pin(request.id, tenant, wanted.name, module.keys, wanted.ttl_s, beside)
+        _note(state, request, wanted, bought)
 
 
 def unpin(state: SchedulerState, tenant: str, name: str) -> bool:
     """A pin ends now, and no request under way makes it again."""
     for request in state.requests.values():
+        if account_of(request.tenant) != tenant:
+            continue
+        request.modules = tuple(
+            [
+                replace(each, pin=None) if each.pin is not None and each.pin.name == name else each
+                for each in request.modules
+            ]
+        )
         wanted = request.sampling.pin
-        if wanted is not None and wanted.name == name and account_of(request.tenant) == tenant:
+        if wanted is not None and wanted.name == name:
             request.sampling = replace(request.sampling, pin=None if not wanted.computes else wanted)
     return state.kv.pins.unpin(tenant, name) is not None
 
@@ -93,6 +104,22 @@ def settle(state: SchedulerState) -> None:
     pins.expire()
     if pins.ended:
         _record(state, pins)
+
+
+def _note(state: SchedulerState, request: Request, wanted: Pin, bought: Bought) -> None:
+    """What a request has got is on its receipt, and on record."""
+    if not bought.num_blocks:
+        return
+    cost = request.cost
+    request.cost = cost._replace(
+        pinned=cost.pinned + bought.num_blocks, pinned_block_us=cost.pinned_block_us + bought.block_us
+    )
+    if bought.block_us:  # else all of it was pinned as long
+        state.counters.pinned += 1
+        figures = (NO_NUMBER, NO_NUMBER, bought.num_blocks, NO_REQUEST)
+        rule = Rule.CONTEXT if wanted.name else Rule.PROMPT
+        tokens = bought.num_blocks * state.kv.block_size
+        state.decide(DecisionKind.PIN, request, rule, tokens, figures, seconds=float(wanted.ttl_s))
 
 
 def _record(state: SchedulerState, pins: Pins) -> None:

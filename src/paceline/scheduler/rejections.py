@@ -15,6 +15,7 @@ from paceline.core.request import (
     NO_ROW,
     OWN_REQUESTS,
     BlockReason,
+    ModuleRef,
     Request,
     RequestState,
     RequestTree,
@@ -69,7 +70,7 @@ def _impossible(state: SchedulerState, request: Request) -> Rejection | None:
         if reason:
             return Rejection([request], Rule.MEDIA, NeverFits(reason, param="prompt"))
     if request.modules:
-        reason = _cannot_place(state, request, request.max_total)
+        reason = _cannot_place(state, request, request.max_total, request.modules)
         if reason:
             return Rejection([request], Rule.MODULES, NeverFits(reason, param="context_reuse"))
     if request.sampling.pooling is None and state.config.only_pools:
@@ -129,8 +130,10 @@ def _cannot_encode(state: SchedulerState, request: Request) -> str:
     return ""
 
 
-def _cannot_place(state: SchedulerState, request: Request, max_total: int) -> str:
-    """Why this engine can never place the texts of a request; empty: it can."""
+def _cannot_place(
+    state: SchedulerState, request: Request, max_total: int, modules: Sequence[ModuleRef]
+) -> str:
+    """Why this engine can never place these texts in a request; empty: it can."""
     kv, wanted = state.kv, request.sampling
     if not kv.caching or state.mode.keeps_finished:
         return (
@@ -144,7 +147,7 @@ def _cannot_place(state: SchedulerState, request: Request, max_total: int) -> st
             "kv_keep, prompt_logprobs and vectors of all tokens need every token of a prompt computed where it stands; "
             "use context_reuse exact"
         )
-    sources = request.num_source_blocks
+    sources = sum([len(module.keys) for module in modules])
     need = max(kv.full_need(max_total)) + sources
     room = min(kv.slabs.least_usable) - kv.pins.most - SPARE_BLOCKS
     if need > room:
@@ -271,9 +274,15 @@ def _objectives(request: Request, forecast: Forecast) -> list[_Objective]:
 
 
 def check_extension(
-    state: SchedulerState, request: Request, before: int, num_tokens: int, max_tokens: int
+    state: SchedulerState,
+    request: Request,
+    before: int,
+    num_tokens: int,
+    max_tokens: int,
+    modules: tuple[ModuleRef, ...] = (),
 ) -> None:
-    """Raise what keeps a request that has `before` tokens from having so many, with room for so many more."""
+    """Raise what keeps a request that has `before` tokens from having so many, with room for so many more, and with
+    these modules beside those that it places already."""
     if request.sampling.pooling is not None:
         raise InvalidTransition(
             f"request {request.id} ends with a vector: nothing can be put behind its prompt"
@@ -295,8 +304,9 @@ def check_extension(
             "and the KV cache must hold them",
             param="max_tokens",
         )
-    if request.modules and (reason := _cannot_place(state, request, total)):
-        raise NeverFits(reason, param="max_tokens")
+    placed = (*request.modules, *modules)
+    if placed and (reason := _cannot_place(state, request, total, placed)):
+        raise NeverFits(reason, param="context_reuse" if modules else "max_tokens")
     if request.tree is not None:
         grows = max_tokens - (request.max_total - before)
         objection = request.tree.objection(0, grows)

@@ -23,15 +23,16 @@ from paceline.core.events import (
     Forecast,
     Rule,
     StepEvents,
-    TokenEvents,
 )
 from paceline.core.plan import I32, StepPlan, StepResult
 from paceline.core.request import (
     NO_ROW,
+    NOTHING_PLACED,
     Blocked,
     BlockKey,
     BlockReason,
     FinishReason,
+    PlacedStretches,
     Request,
     RequestId,
     RequestState,
@@ -40,6 +41,7 @@ from paceline.core.standing import ALL_LOST
 from paceline.errors import InvalidTransition, UnknownRequest
 from paceline.scheduler import pinning, steering
 from paceline.scheduler.forecast import Forecaster
+from paceline.scheduler.injection import inject
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, note_wake, start_over
 from paceline.scheduler.rejections import Rejection, check_extension, late_rejection, rejection_of
@@ -205,18 +207,34 @@ class Scheduler:
             branch.arrival_s = min(branch.arrival_s, parent.arrival_s)  # goes where its parent goes
         self.add(branches)
 
-    def extend(self, request_id: RequestId, tokens: I32, max_tokens: int | None = None) -> None:
+    def extend(
+        self,
+        request_id: RequestId,
+        tokens: I32,
+        max_tokens: int | None = None,
+        placed: PlacedStretches = NOTHING_PLACED,
+    ) -> None:
         """Put tokens behind those a request has; it continues from there, at its old place in the order.
 
         They become part of its output, and its length grows by them. `max_tokens`: how many it may generate from here
-        on, as many as were left where it is None. What it had computed is found in the prefix cache.
+        on, as many as were left where it is None. `placed`: texts among the tokens that are placed. What it had
+        computed is found in the prefix cache.
         """
         request = self._live(request_id)
         num_tokens = self.num_tokens_of(request)
         if max_tokens is None:
             max_tokens = request.max_total - num_tokens
-        check_extension(self.state, request, num_tokens, num_tokens + len(tokens), max_tokens)
-        self._input(inputs.Extend(request=request_id, num_tokens=len(tokens), max_tokens=max_tokens))
+        total = num_tokens + len(tokens)
+        check_extension(self.state, request, num_tokens, total, max_tokens, placed.modules)
+        self._input(
+            inputs.Extend(
+                request=request_id,
+                num_tokens=len(tokens),
+                max_tokens=max_tokens,
+                stretches=inputs.log_stretches(placed.stretches),
+                modules=inputs.log_modules(placed.modules),
+            )
+        )
         state = self.state
         waits = request.id in state.queue
         if waits:  # it counts the request's tokens
@@ -227,7 +245,7 @@ class Scheduler:
                 state.kv.release(request.row)
                 state.leave_row(request)
                 request.blocked, request.reserved, request.num_computed = None, False, 0
-            self._inject(request, tokens, max_tokens)
+            inject(state, request, tokens, max_tokens, placed)
         except Exception as error:
             state.fail(request, error)
             return
@@ -238,38 +256,6 @@ class Scheduler:
         elif request.state is not RequestState.PAUSED:
             state.let_on(request)
             state.enqueue(request)
-
-    def _inject(self, request: Request, tokens: I32, max_tokens: int) -> None:
-        state, count = self.state, len(tokens)
-        first = request.num_tokens - request.num_prompt
-        total = first + count + max_tokens
-        least = request.sampling.min_tokens
-        request.sampling = replace(
-            request.sampling,
-            max_tokens=total,
-            min_tokens=min(total, least + count if first < least else least),
-        )
-        request.tokens = np.concatenate([request.tokens, tokens])
-        request.cost = request.cost._replace(injected=request.cost.injected + count)
-        if request.tree is not None:
-            request.tree.members[request.id] = request.most_generated
-        if first or request.sampling.prompt_logprobs is None:  # else every token of its prompt is computed
-            state.learn_keys(request)
-        state.accounting.admitted(state.tenant_index(request.tenant), count)
-        state.counters.extended += 1
-        state.decide(DecisionKind.EXTEND, request, Rule.INJECTED, count)
-        if not count:  # it only goes on
-            return
-        state.events.tokens.append(
-            TokenEvents(
-                seq=state.kv.submitted,
-                time_s=state.now_s,
-                requests=np.full(count, request.id, np.int64),
-                tokens=tokens,
-                index=np.arange(first, first + count),
-                is_injected=True,
-            )
-        )
 
     def set_score(self, request_id: RequestId, score: float) -> None:
         """Where a branch stands among the others of its tree: the higher goes first and is preempted last."""
@@ -365,6 +351,7 @@ class Scheduler:
         self.state.decide(DecisionKind.CHANGE, request, Rule.PAUSED)
         self.state.queue.remove(request)
         request.move(RequestState.PAUSED)
+        self.state.modules.rests(request)
 
     def resume(self, request_id: RequestId) -> None:
         """Let a paused request run again, at its old place in the order."""

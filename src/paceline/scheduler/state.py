@@ -43,6 +43,7 @@ from paceline.core.request import (
     RequestTree,
     TreeLimits,
     account_of,
+    cut_stretches,
 )
 from paceline.core.standing import ALL_LOST
 from paceline.kv.manager import KVManager
@@ -528,11 +529,14 @@ class SchedulerState:
 
     def forget_beyond(self, request: Request) -> None:
         """What was known of tokens behind its last one is of tokens it no longer has."""
-        del request.keys[request.num_tokens // self.kv.block_size :]
+        same = cut_stretches(request, request.num_tokens, self.kv.block_size)
+        if same < request.num_tokens:  # what it places is another text, or none
+            self.modules.ends(request)
+        del request.keys[same // self.kv.block_size :]
         request.peak_computed = min(request.peak_computed, request.num_tokens)
         for child in self.children.get(request.id, ()):
             branch = self.requests[child]
-            branch.shares = min(branch.shares, request.num_tokens)
+            branch.shares = min(branch.shares, same)
 
     def _let_go(self, request: Request) -> None:
         """Off its row or out of the queue, with nothing left that it owns."""

@@ -79,7 +79,8 @@ def open_service(
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
     from paceline.server.api.limits import SERVER_LIMITS
-    from paceline.server.generate.service import ServedModel, Service, ServiceSettings
+    from paceline.server.generate.served_model import ServedModel, ServiceSettings
+    from paceline.server.generate.service import Service
     from paceline.text.tokenizer import Tokenizer
 
     model = entry.model

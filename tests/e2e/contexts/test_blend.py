@@ -137,6 +137,51 @@ def test_a_context_deleted_while_it_is_blended_finishes(server: ClientServer, co
     assert text == text_of(blended(server, contexts[0], contexts[1], contexts[0]))
 
 
+def injected(server: ClientServer, context: str, **fields: Any) -> tuple[str, int]:
+    """What an answer under way goes on with when a context is put into it, and how many of its tokens were copied."""
+    body = {
+        **GREEDY,
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "on_stop": "hold",
+        "max_tokens": 3,
+        "ignore_eos": True,
+    }
+    with server.open("POST", "/v1/chat/completions", body) as answer:
+        path = f"/v1/requests/{until_held(answer)[0]['id']}"
+        found = server.ask("POST", f"{path}/extend", {"content": named(context), "max_tokens": 12, **fields})
+        assert found.status == 200, found.body
+        chunks = until_held(answer)
+        server.ask("POST", f"{path}/prune", {})
+        chunks += [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if not choice.get("injected")]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return text, reused(next(chunk for chunk in chunks if chunk.get("usage")))
+
+
+def until_held(answer: Any) -> list[Any]:
+    """The chunks of an answer until it has come to its end and is kept."""
+    chunks: list[Any] = []
+    while not (chunks and any(choice.get("held") for choice in chunks[-1]["choices"])):
+        line = answer.readline()
+        assert line, "the answer has ended"
+        if line.startswith(b"data: {"):
+            chunks.append(json.loads(line[6:]))
+    return chunks
+
+
+def test_a_context_put_into_a_running_answer_is_copied(server: ClientServer) -> None:
+    made = create(server, text="A ferry leaves the northern pier at noon. " * 7, pin=False)["id"]
+    first, num_copied = injected(server, made, context_reuse="blend")
+    assert num_copied > 40
+    again, num_again = injected(server, made, context_reuse="blend")
+    assert (again, num_again) == (first, 0), "all of it is in the cache, under the same keys"
+    assert injected(server, made)[1] == 0, "without the word it is text"
+    refused = server.ask("POST", "/v1/requests/unknown/extend", {"context_reuse": "blend"})
+    assert refused.status == 400
+
+
 @pytest.mark.parametrize(
     "fields", [{"kv_keep": {"first": 4, "recent": 64}}, {"prompt_logprobs": 1}, {"search": {"type": "beam"}}]
 )
@@ -149,7 +194,9 @@ def test_what_cannot_be_blended_is_refused(
 
 
 def test_a_new_engine_answers_the_same(server: ClientServer, contexts: list[str]) -> None:
-    """The last of this file: the engine's process is killed."""
+    """The last of this file: the engine's process is killed. What was pinned is pinned again by what uses it."""
+    pinned = create(server, text=TEXTS[0], context_reuse="blend", ttl_s=600)
+    server.wait_until(lambda: server.metric("kv_pins") == 1)
     before = blended(server, *contexts)
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
     for child in children.split():
@@ -158,3 +205,8 @@ def test_a_new_engine_answers_the_same(server: ClientServer, contexts: list[str]
     server.wait_for(200)
     after = blended(server, *contexts)
     assert text_of(after) == text_of(before) and reused(after) > 0
+    assert server.metric("kv_pins") == 0, "another context of the same text pins nothing"
+    assert reused(blended(server, pinned["id"])) > 0
+    server.wait_until(lambda: server.metric("kv_pins") == 1)
+    server.ask("DELETE", f"/v1/contexts/{pinned['id']}")
+    server.wait_until(lambda: server.metric("kv_pins") == 0)

@@ -130,6 +130,8 @@ def test_a_context_put_into_a_running_answer_is_its_text(
         )
         assert found.status == 200, found.body
         assert found.json["tokens"] == tokens.json["count"]
+        refused = server.ask("POST", extend, {**given, "context_reuse": "blend"})
+        assert (refused.status, refused.code) == (400, "blend_unavailable")
         both = server.ask("POST", extend, {"content": parts(context["id"]), "text": "x"})
         assert (both.status, both.code) == (400, "invalid_value")
 

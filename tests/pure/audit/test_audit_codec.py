@@ -123,6 +123,13 @@ def test_every_input_comes_back_as_it_went_in() -> None:
     given = [
         *(ADD, BRANCH, AbortRequest(request=one, detail="pruned"), FinishRequest(request=one, num_output=3)),
         FailRequest(request=one, detail="grammar_error"),
+        Extend(
+            request=one,
+            num_tokens=3,
+            max_tokens=9,
+            stretches=((20, 68, 1, 0),),
+            modules=((KEYS, 50, 16, (60, "ctx")), (KEYS, 50, 16, None)),
+        ),
         *(Extend(request=one, num_tokens=3, max_tokens=9), SetScore(request=one, score=-0.5)),
         *(SetPriority(request=one, priority=-2), SetDeadline(request=one, deadline_s=math.inf)),
         SetDeadline(request=one, deadline_s=None),

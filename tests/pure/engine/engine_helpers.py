@@ -21,6 +21,7 @@ from paceline.core.recorder import Inputs, StepRecord
 from paceline.core.request import BlockKey, FinishReason, Request, RequestHooks, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
+from paceline.core.stretch import ModulePart
 from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_keys import PrefixKeyHooks
@@ -248,16 +249,23 @@ class Bench:
             self.pictures[branch] = self.pictures.get(request_id, {})
         return ids
 
-    def extend(self, request_id: RequestId, tokens: Sequence[int], max_tokens: int | None = None) -> None:
+    def extend(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int],
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
         """Put tokens in; from there on the request is like one with all of them as its prompt."""
         self.flush()
-        self.engine.extend(request_id, tokens, max_tokens=max_tokens)
+        self.engine.extend(request_id, tokens, max_tokens=max_tokens, modules=modules)
         request = self.request(request_id)
         self.before[request_id] = request.num_tokens - request.num_prompt
         sampling = replace(
             request.sampling, max_tokens=request.sampling.max_tokens - self.before[request_id], min_tokens=0
         )
         self.asked[request_id] = (request.tokens.tolist(), sampling)
+        self.placed[request_id] = placed_of(request)
         self.held.pop(request_id, None)
         self.flush()
 

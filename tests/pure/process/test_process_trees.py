@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.events import Held, StepEvents, TokenEvents
+from paceline.core.parameters import Pin
 from paceline.core.request import ChangeOutcome, FinishReason, RequestId, TreeLimits
+from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidTransition, PacelineError, TreeFull, UnknownRequest
 from paceline.process import frames
 from paceline.process.client import BranchUpdate
@@ -107,10 +109,13 @@ def test_pruning_and_extending_are_answered() -> None:
     async def run() -> None:
         client, sender = connected()
         pruned = asyncio.ensure_future(client.prune([1, 2]))
-        extended = asyncio.ensure_future(client.extend(1, [5], max_tokens=3))
+        parts = [ModulePart(0, 5, pin=Pin(ttl_s=60, name="ctx")), ModulePart(7, 2)]
+        extended = asyncio.ensure_future(client.extend(1, [5], max_tokens=3, modules=parts))
         await asyncio.sleep(0)
         first, second = sender.sent
         assert isinstance(first, frames.Prune) and isinstance(second, frames.ExtendBranch)
+        sent = frames.decode_to_engine(frames.encode(second))
+        assert isinstance(sent, frames.ExtendBranch) and [each.part for each in sent.modules] == parts
         client.on_answer(frames.Changed(first.question, [ChangeOutcome.CHANGED, ChangeOutcome.ENDED]))
         no = rejected_with(InvalidTransition("it has all its tokens"))
         client.on_answer(frames.Extended(second.question, no))

@@ -8,8 +8,9 @@ import pytest
 
 from paceline.audit.story import story
 from paceline.core.events import DecisionKind, Rule
+from paceline.core.parameters import Pin
 from paceline.core.plan import MORE_SPANS
-from paceline.core.request import OWN_REQUESTS, RequestState
+from paceline.core.request import OWN_REQUESTS, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits
@@ -180,3 +181,207 @@ def test_what_can_never_be_placed_is_refused() -> None:
         bench().add(tokens, modules=[ModulePart(3, 400)])
     with pytest.raises(NeverFits, match="computed where it stands"):
         bench().add(tokens, modules=parts, prompt_logprobs=1)
+
+
+def held(one: Bench, tokens: list[int], **options: Any) -> RequestId:
+    """A request that has come to its end and is kept."""
+    request = one.add(tokens, 4, on_stop="hold", hold_s=30.0, **options)
+    while one.request(request).held is None:
+        one.step()
+    return request
+
+
+def go_on(one: Bench, request: RequestId) -> list[int]:
+    """What it generates until it is held again; then it is dropped."""
+    before = one.before[request]
+    while one.request(request).held is None:
+        one.step()
+    found = one.tokens[request][before:]
+    one.engine.prune(request)
+    one.run()
+    return found
+
+
+@pytest.mark.parametrize("disturbed", ["", "preempted", "evicted"])
+def test_an_injected_text_is_placed_as_in_the_same_prompt(disturbed: str) -> None:
+    one = bench()
+    inserted, parts = around(TEXT, OTHER)
+    request = held(one, prompt(6))
+    begun = one.request(request).tokens.tolist()
+    one.extend(request, inserted, 5, parts)
+    placed = [seen for seen in one.seen if len(seen.plan.placements.row)]
+    assert not placed and one.request(request).num_tokens == len(begun) + len(inserted)
+    while disturbed and not any(len(seen.plan.placements.row) for seen in one.seen):
+        one.step()
+    if disturbed:
+        one.scheduler.preempt(request)
+    if disturbed == "evicted":
+        one.scheduler.reset_prefix_cache()
+    found = go_on(one, request)
+    runs = [seen.plan.placements for seen in one.seen if len(seen.plan.placements.row)]
+    assert {shift for run in runs for shift in run.shift.tolist()} == {
+        len(begun) + part.start for part in parts
+    }
+    assert one.finished[request].cost.reused == 24 + 8, "it is counted once"
+    whole = [part._replace(start=part.start + len(begun)) for part in parts]
+    same = one.add(begun + inserted, 5, modules=whole)
+    plain = one.add(begun + inserted, 5)
+    one.run()
+    assert found == one.tokens[same] != one.tokens[plain]
+
+
+def test_a_prompt_from_the_start_finds_what_an_injection_has_placed() -> None:
+    one = bench()
+    inserted, parts = around(TEXT)
+    request = held(one, prompt(6))
+    begun = one.request(request).tokens.tolist()
+    one.extend(request, inserted, 3, parts)
+    go_on(one, request)
+    whole = [part._replace(start=part.start + len(begun)) for part in parts]
+    same, exact = one.add(begun + inserted, 3, modules=whole), one.add(begun + inserted, 3)
+    one.run()
+    assert one.finished[same].num_cached >= len(begun) + len(inserted) - 4
+    assert one.finished[exact].num_cached <= len(begun) + 3, "exact and blended ones share nothing of it"
+
+
+def test_a_running_request_is_extended_twice_by_the_same_text() -> None:
+    one = bench(num_blocks=120)
+    inserted, parts = around(TEXT)
+    request = one.add(prompt(5), 12)
+    while len(one.tokens[request]) < 2:
+        one.step()
+    one.extend(request, inserted, None, parts)
+    while len(one.tokens[request]) < 2 + len(inserted) + 2:
+        one.step()
+    one.extend(request, inserted, None, parts)
+    one.run()
+    placed = [each for each in one.watch.decisions if each.kind is DecisionKind.PLACE]
+    assert [each.detail for each in placed] == [
+        "context 1 of 1: 16 tokens computed again",
+        "context 2 of 2: 16 tokens computed again",
+    ]
+    assert one.finished[request].cost.reused == 2 * 24
+
+
+@pytest.mark.parametrize("cut", [2, 15, 19, 25, 39])
+@pytest.mark.parametrize("append", [(), (5, 6, 7)])
+def test_a_branch_from_inside_an_injected_text_is_like_a_prompt(cut: int, append: tuple[int, ...]) -> None:
+    """Of the text it has its full blocks placed: they may not come out of the parent's longer one."""
+    one = bench()
+    request = held(one, prompt(6))
+    begun = one.request(request).tokens.tolist()
+    one.extend(request, TEXT + prompt(3), 5, [ModulePart(0, len(TEXT))])
+    while one.request(request).held is None:
+        one.step()
+    (branch,) = one.fork(request, at=4 + cut, append=append, changes={"on_stop": "end", "max_tokens": 4})
+    one.engine.prune(request)
+    kept = begun + TEXT[:cut]
+    same = one.add([*kept, *append], 4, modules=[ModulePart(len(begun), cut)])
+    one.run()
+    assert one.tokens[branch] == one.tokens[same]
+
+
+def test_a_stop_found_in_front_of_an_injected_text_takes_it_away() -> None:
+    """A reader sees a stop string late: what was put in behind it is gone, and something else may follow."""
+    one = bench()
+    request = one.add(prompt(6), 20, on_stop="hold", hold_s=30.0)
+    while len(one.tokens[request]) < 4:
+        one.step()
+    inserted, parts = around(TEXT)
+    one.extend(request, inserted, None, parts)
+    one.scheduler.finish_at(request, 2)
+    assert not one.request(request).stretches and not one.request(request).modules
+    begun = one.request(request).tokens.tolist()
+    assert len(begun) == 6 + 2 and not one.state.modules.orders
+    one.tokens[request] = one.tokens[request][:2]
+    one.extend(request, OTHER + prompt(2), 4, [ModulePart(0, len(OTHER))])
+    found = go_on(one, request)
+    same = one.add(begun + OTHER + prompt(2), 4, modules=[ModulePart(len(begun), len(OTHER))])
+    one.run()
+    assert found == one.tokens[same]
+
+
+def test_an_extension_that_can_never_be_placed_changes_nothing() -> None:
+    one = bench(num_blocks=22)
+    request = held(one, prompt(6))
+    before = one.request(request).tokens.tolist()
+    inserted, parts = around(TEXT)
+    with pytest.raises(NeverFits, match="beside one another"):
+        one.extend(request, inserted, 5, parts)
+    with pytest.raises(InvalidRequest, match="do not stand"):
+        one.extend(request, TEXT, 5, [ModulePart(1, len(TEXT))])
+    assert one.request(request).tokens.tolist() == before and not one.request(request).modules
+    one.engine.prune(request)
+    one.run()
+
+
+PIN = Pin(ttl_s=600, name="ctx")
+
+
+def pinning(**options: Any) -> Bench:
+    return bench(num_blocks=200, max_pinned_fraction=0.1, max_pinned_fraction_per_key=0.1, **options)
+
+
+def test_a_lost_pin_of_a_module_is_made_again_where_it_is_placed() -> None:
+    one = pinning()
+    tokens, parts = around(TEXT)
+    wanted = [part._replace(pin=PIN) for part in parts]
+    first = one.add(tokens, modules=wanted)
+    one.run()
+    cost, (pin,) = one.finished[first].cost, one.state.kv.pins
+    assert pin.name == "ctx" and len(pin.names) == 10, "the blocks of the module, not those of the prompt"
+    assert (cost.pinned, cost.pinned_block_us) == (10, 10 * 600_000_000)
+    assert Rule.CONTEXT in one.reasons(DecisionKind.PIN, first)
+    again = one.add(prompt(5, start=300) + tokens, modules=[wanted[0]._replace(start=wanted[0].start + 5)])
+    one.run()
+    assert not one.finished[again].cost.pinned, "it is there: nothing is paid"
+    one.scheduler.reset_prefix_cache()
+    assert not one.state.kv.pins
+    third = one.add(tokens, modules=wanted)
+    one.run()
+    assert one.finished[third].cost.pinned == 10 and len(one.state.kv.pins) == 1
+    one.scheduler.unpin("default", "ctx")
+
+
+def test_a_module_is_pinned_whole_or_not_at_all() -> None:
+    one = bench(num_blocks=91, max_pinned_fraction=0.1, max_pinned_fraction_per_key=0.1)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=[part._replace(pin=PIN) for part in parts])
+    one.run()
+    assert one.state.kv.pins.most == 9 and not one.state.kv.pins
+    assert one.finished[request].cost.reused == 24 and not one.finished[request].cost.pinned
+
+
+def test_a_pin_that_is_deleted_under_way_is_not_made_again() -> None:
+    one = pinning()
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=[part._replace(pin=PIN) for part in parts])
+    one.step()
+    one.scheduler.unpin("another", "ctx")
+    assert one.request(request).modules[0].pin == PIN
+    one.scheduler.unpin("default", "ctx")
+    one.run()
+    assert not one.state.kv.pins and one.finished[request].cost.reused == 24
+
+
+def test_an_injected_text_pins_its_module_too() -> None:
+    one = pinning()
+    inserted, parts = around(TEXT)
+    request = held(one, prompt(6))
+    one.extend(request, inserted, 3, [part._replace(pin=PIN) for part in parts])
+    go_on(one, request)
+    assert [pin.name for pin in one.state.kv.pins] == ["ctx"] and one.finished[request].cost.pinned == 10
+    one.scheduler.unpin("default", "ctx")
+
+
+def test_a_module_whose_request_is_paused_is_computed_by_another() -> None:
+    one = bench()
+    (paused,) = one.engine.add(TEXT, SamplingParams(max_tokens=1), is_module=True)
+    one.scheduler.pause(paused)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts)
+    while one.tokens[request] == []:
+        assert one.step() is not None
+    one.scheduler.resume(paused)
+    while one.engine.has_requests:
+        one.engine.step()

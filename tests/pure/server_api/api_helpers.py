@@ -30,7 +30,8 @@ from paceline.server.api.route import Route
 from paceline.server.api.routes import routes
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.generate.request_record import RequestRecord
-from paceline.server.generate.service import ServedModel, Service, ServiceSettings
+from paceline.server.generate.served_model import ServedModel, ServiceSettings
+from paceline.server.generate.service import Service
 from paceline.text.tokenizer import Tokenizer
 from tests.fake_engine import IdleClient, IdleStream, engine_info, finished
 from tests.model_folder import CONTEXT, VOCAB_SIZE, write_model

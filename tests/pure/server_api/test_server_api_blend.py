@@ -57,8 +57,8 @@ def test_each_context_has_the_tokens_it_has_alone(route: str) -> None:
     names = ("ctx_two", "ctx_one", "ctx_two")
     made.ask(route, asked(route, parts(*names, kind=kind), context_reuse="blend"))
     (sent,) = made.client.submitted
-    assert [count for _, count, _ in sent["modules"]] == [len(ids(TEXTS[name])) for name in names]
-    for name, (start, count, _) in zip(names, sent["modules"], strict=True):
+    assert [count for _, count, *_ in sent["modules"]] == [len(ids(TEXTS[name])) for name in names]
+    for name, (start, count, *_) in zip(names, sent["modules"], strict=True):
         assert sent["tokens"][start : start + count] == ids(TEXTS[name])
     made.ask(route, asked(route, parts(*names, kind=kind)))
     exact = made.client.submitted[1]

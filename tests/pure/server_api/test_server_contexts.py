@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.parameters import Pin
+from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest
 from paceline.server.access.caller import Caller
 from paceline.server.errors import ContextsFull, UnknownContext
@@ -131,8 +132,25 @@ def test_only_a_prompt_that_begins_with_it_pins_it_again() -> None:
     assert made("b").pin([1, 2, 3], 0.0) is None
 
 
+def test_what_places_a_context_brings_its_pin_along() -> None:
+    kept = store(
+        made("a", ttl_s=99, prompt=(1, 2, 3), is_placed=True),
+        made("b", prompt=(4, 5)),
+        made("c", is_placed=True),
+        made("d", prompt=(7,), is_placed=True),
+    )
+    kept.now_s = lambda: 59.5
+    used, ids = kept.of(ALICE), [9, 1, 2, 3, 4, 5, 7, 1, 2]
+    parts = [ModulePart(1, 3), ModulePart(4, 2), ModulePart(6, 1), ModulePart(7, 2)]
+    pins = [each.pin for each in kept.pin_modules(used, used[0].model, ids, parts)]
+    assert pins == [Pin(ttl_s=39, name="a"), None, None, None], "d has less than a second left"
+    assert kept.pin_modules(used, "another", ids, parts) == tuple(parts)
+    kept.delete(used[0])
+    assert kept.pin_modules(used, used[0].model, ids, parts) == tuple(parts)
+
+
 @pytest.mark.parametrize("parts", [["x"], [{"type": "text"}], [{"type": "image"}], [5]])
 def test_what_is_put_into_an_answer_is_text(parts: list[Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        store().text_of(parts, ALICE)
+        store().inserted(parts, ALICE)
     assert refused.value.param == "content"

@@ -348,8 +348,8 @@ _COMMANDS: dict[type[inputs.Input], Callable[..., object]] = {
     inputs.AbortRequest: Scheduler.abort,
     inputs.FinishRequest: Scheduler.finish_at,
     inputs.FailRequest: Scheduler.fail,
-    inputs.Extend: lambda scheduler, request, count, more: scheduler.extend(
-        request, np.zeros(count, np.int32), more
+    inputs.Extend: lambda scheduler, request, count, more, stretches, modules: scheduler.extend(
+        request, np.zeros(count, np.int32), more, inputs.logged_placed(stretches, modules)
     ),
     inputs.SetScore: Scheduler.set_score,
     inputs.SetPriority: Scheduler.set_priority,

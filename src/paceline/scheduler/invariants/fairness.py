@@ -107,6 +107,10 @@ def no_request_is_passed_over(context: CheckContext) -> str | None:
         return None
     admitted = [d.request for d in context.decisions if d.kind in _ADMITTED]
     runners = [state.requests[a] for a in admitted if a in state.requests]
+    if (
+        context.scheduler.composer.last_draft.only_modules
+    ):  # a request whose module was evicted lets these alone pass
+        runners = [runner for runner in runners if not runner.is_module]
     if not runners:
         return None
     waiting_requests = list(state.queue)

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from paceline.core.fast import count_set
-from paceline.core.request import NO_ROW, OWN_REQUESTS, Request, RequestId, RequestState, RequestTree
+from paceline.core.request import NO_ROW, Request, RequestId, RequestState, RequestTree
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SAYS,
@@ -136,8 +136,8 @@ def branches_have_their_parents_beginning(context: CheckContext) -> str | None:
 def the_best_of_a_tree_goes_first(context: CheckContext) -> str | None:
     """Of two branches of a tree the one with the higher score has the earlier place; a place is one request's."""
     state = context.scheduler.state
-    # A request of the engine's own goes where the one goes that it is for.
-    orders = [order for number, order in state.orders.items() if number < OWN_REQUESTS]
+    # A request that computes a module goes where the one goes that waits for it.
+    orders = [order for number, order in state.orders.items() if not state.requests[number].is_module]
     if len(set(orders)) != len(orders):
         return "two requests have one place in the order of arrival"
     for request in state.requests.values():

@@ -17,6 +17,7 @@ from paceline.core.events import NO_NUMBER, NO_REQUEST, DecisionKind, Rule
 from paceline.core.plan import MORE_SPANS
 from paceline.core.request import Request
 from paceline.core.stretch import Stretch
+from paceline.scheduler import pinning
 from paceline.scheduler.encodings import Encoding
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import StepDraft
@@ -91,9 +92,11 @@ def settle(state: SchedulerState, draft: StepDraft, seq: int) -> int:
     """The plan is made: rows let go of the modules that they have placed, once it is done. Returns how many tokens are
     placed."""
     for row in draft.jumps:
-        scheduled = state.rows.scheduled.item(row)
+        scheduled, request = state.rows.scheduled.item(row), state.rows.requests[row]
         for item in list(state.kv.sources.rows[row]):
             if next(body.end for body in state.modules.rows[row] if body.stretch.item == item) <= scheduled:
+                if request is not None:
+                    pinning.keep_module(state, request, request.modules[item])
                 state.kv.placed(row, item, seq)
     return sum([count for jumps in draft.jumps.values() for _, count in jumps])
 

@@ -39,7 +39,8 @@ from paceline.server.api.openai_requests import ParsedBody, check_caller, checke
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import UnknownModel, UnknownRequestId, UnsupportedRoute
-from paceline.server.generate.service import INLINE_CHARS, ServedModel, Service
+from paceline.server.generate.served_model import ServedModel
+from paceline.server.generate.service import INLINE_CHARS, Service
 
 
 def model_routes(services: Sequence[Service]) -> list[Route]:

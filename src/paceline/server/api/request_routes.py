@@ -27,6 +27,7 @@ from paceline.server.api.openai_fields import (
     LARGEST,
     PRIORITY_KIND,
     TOKEN_IDS,
+    context_reuse_field,
     kind_of,
     sampling_fields,
 )
@@ -177,6 +178,7 @@ EXTEND_TABLE = FieldTable(
         Field("text", shaped((str,), "a text", {"type": "string"}), "to put behind what the branch has"),
         Field("tokens", list_of(whole(0, LARGEST), 1_000_000), "the same as token ids"),
         Field("content", list_of(PART, MOST_PARTS, 1), "the same as parts of the types text and context"),
+        context_reuse_field(),
         Field(
             "max_tokens", whole(1, LARGEST), "that it may generate from here on; default: what it has left"
         ),
@@ -252,14 +254,19 @@ def tree_routes(service: Service) -> list[Route]:
         given = EXTEND_TABLE.read(call.body, strict=True).fields
         if sum(name in given for name in INSERTING) > 1:
             raise InvalidRequest("give text, tokens or content, and not several of them", param="tokens")
-        if not given:
+        if given.keys() <= {"context_reuse"}:
             raise InvalidRequest("give text, tokens, content or max_tokens", param="text")
         known = chosen(service, call)
         live = service.live.find(known)
-        inserted = given.get("text", given.get("tokens", ""))
-        if "content" in given:
-            inserted = service.contexts.text_of(given["content"], call.caller)
-        count = await service.extend(live, inserted, given.get("max_tokens"))
+        texts, max_tokens = (
+            service.contexts.inserted(given.get("content", ()), call.caller),
+            given.get("max_tokens"),
+        )
+        if texts and given.get("context_reuse") == "blend":
+            count = await service.extend_placed(live, texts, max_tokens)
+        else:
+            plain = "\n".join(each.text for each in texts)
+            count = await service.extend(live, given.get("text", given.get("tokens", plain)), max_tokens)
         found = {"id": f"{known.id}/{live.index}", "object": "request.extension", "tokens": count}
         return Answer(body=msgspec.json.encode(found))
 

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.parameters import Pin
+from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest
 from paceline.server.access.caller import Caller
 from paceline.server.errors import ContextsFull, UnknownContext
@@ -60,6 +61,13 @@ class Context:
         if self.is_placed or not end or left_s < 1 or tuple(ids[:end]) != self.prompt:
             return None
         return Pin(ttl_s=left_s, name=self.id, num_tokens=end)
+
+
+class InsertedText(NamedTuple):
+    """A text that is put behind what an answer has."""
+
+    text: str
+    context: Context | None = None  # that it is of
 
 
 def new_id() -> str:
@@ -139,6 +147,26 @@ class Contexts:
         known = [each for each in used if each.model == model and each.id in self._by_id]
         return next((pin for each in known if (pin := each.pin(ids, now_s)) is not None), None)
 
+    def pin_modules(
+        self, used: Sequence[Context], model: str, ids: Sequence[int], modules: Sequence[ModulePart]
+    ) -> tuple[ModulePart, ...]:
+        """The same of contexts that are placed: what is lost of one is pinned again by what places it."""
+        now_s = self.now_s()
+        pins = {
+            each.prompt: Pin(ttl_s=left_s, name=each.id)
+            for each in used
+            if each.is_placed and each.prompt and each.model == model and each.id in self._by_id
+            if (left_s := int(each.until_s - now_s)) >= 1
+        }
+        if not pins:
+            return tuple(modules)
+        return tuple(
+            [
+                part._replace(pin=pins.get(tuple(ids[part.start : part.start + part.num_tokens])))
+                for part in modules
+            ]
+        )
+
     def resolve(
         self, body: Mapping[str, Any], caller: Caller, secret: str = ""
     ) -> tuple[Mapping[str, Any], tuple[Context, ...]]:
@@ -154,16 +182,20 @@ class Contexts:
                     changed[name] = resolved
         return ({**body, **changed}, tuple(found)) if changed else (body, ())
 
-    def text_of(self, parts: Any, caller: Caller) -> str:
-        """Parts that are put behind what an answer has, as one text."""
-        resolved = self._resolved(parts, caller, "", "content", [])
-        texts = [
-            each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None
-            for each in resolved
-        ]
-        if not texts or not all(isinstance(each, str) for each in texts):
-            raise InvalidRequest("content takes parts of the types text and context", param="content")
-        return "\n".join(map(str, texts))
+    def inserted(self, parts: Sequence[Any], caller: Caller) -> list[InsertedText]:
+        """Parts that are put behind what an answer has, as texts."""
+        texts = []
+        for index, part in enumerate(parts):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == PART:
+                found: list[Context] = []
+                self._as_text(part, caller, "", f"content[{index}]", found)
+                texts.append(InsertedText(found[0].text, found[0]))
+            elif kind == "text" and isinstance(part.get("text"), str):
+                texts.append(InsertedText(part["text"]))
+            else:
+                raise InvalidRequest("content takes parts of the types text and context", param="content")
+        return texts
 
     def _resolved(
         self, parts: list[Any], caller: Caller, secret: str, place: str, found: list[Context], depth: int = 0

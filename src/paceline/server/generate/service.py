@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -24,34 +24,29 @@ from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
 from paceline.guide.door import Door
-from paceline.llm.pairs import InputReader, PooledModel
+from paceline.llm.pairs import InputReader
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
-from paceline.media.pictures import PictureReader
 from paceline.media.sources import has_pictures
-from paceline.models.files.pooling import EmbeddingDefaults
-from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.process.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
-from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
 from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import UnknownModel
-from paceline.server.generate.contexts import Contexts
+from paceline.server.generate.contexts import Contexts, InsertedText
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.media_work import MediaSources, MediaWork
 from paceline.server.generate.pooled import feed, prepare_inputs
-from paceline.server.generate.prompt_size import check_length, check_prompt
+from paceline.server.generate.prompt_size import check_blend, check_length, check_prompt
 from paceline.server.generate.request_admission import Permit, RequestAdmission, ServerCapacity
 from paceline.server.generate.request_record import Observer, record_of
 from paceline.server.generate.requests import Explanations, Recent, RecentRequests, service_level_of
 from paceline.server.generate.searching import Found, TreeOverClient
+from paceline.server.generate.served_model import ServedModel, ServiceSettings
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
-from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named
-from paceline.text.tools.formats import AUTO
 
 # A shorter prompt is tokenised faster than another thread takes over.
 INLINE_CHARS = 1_000
@@ -60,41 +55,6 @@ CHARS_PER_TOKEN = 4  # a guess on arrival, before anything is tokenised
 STEPS_AHEAD = 3  # that the inputs of one call fill: one is computed, one is planned, one is on its way
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ServedModel:
-    """The model as far as this process knows it: its names and its text side."""
-
-    names: tuple[str, ...]  # the first is the one that answers carry
-    tokenizer: Tokenizer
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    seed: int = 0
-    embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
-    labels: tuple[str, ...] = ()  # of a classifier
-    pictures: PictureReader | None = None  # of prompts; None: it reads text only
-    created_s: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def pooled(self) -> PooledModel:
-        return PooledModel(tokenizer=self.tokenizer, embedding=self.embedding, labels=self.labels)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    """What an operator can set about requests."""
-
-    limits: RequestLimits = SERVER_LIMITS
-    strict_fields: bool = False
-    max_queue: int = 256  # requests that wait beside those that run
-    max_queued_tokens: int | None = None  # None: a quarter of what all prompts could hold
-    request_timeout_s: float | None = None  # from arrival to the end
-    queue_timeout_s: float | None = None  # from arrival to the first token
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    max_thinking_tokens: int | None = None
-    lora_dir: str | None = None  # below which adapters may be loaded
-    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -406,6 +366,21 @@ class Service:
         await self.client.extend(live.number, tokens, max_tokens=max_tokens)
         return len(tokens)
 
+    async def extend_placed(
+        self, live: LiveBranch, texts: Sequence[InsertedText], max_tokens: int | None
+    ) -> int:
+        """The same with texts of which those of contexts are placed."""
+        reader, body = self._loaded().reader, replace(live.body, blends=True)
+        check_blend(body, self.client.info.blending, self.model.names, sees=self.sees(body))
+        parts = [(each.text, each.context is not None) for each in texts]
+        is_short = sum(len(text) for text, _ in parts) <= INLINE_CHARS
+        ids, modules = await self.work(lambda: reader.read_placed(parts, "content"), inline=is_short)
+        if not body.cache_salt:
+            used = [each.context for each in texts if each.context is not None]
+            modules = self.contexts.pin_modules(used, body.model, ids, modules)
+        await self.client.extend(live.number, ids, max_tokens=max_tokens, modules=modules)
+        return len(ids)
+
     async def work(self, do: Callable[[], Value], *, inline: bool) -> Value:
         """Run what takes the processor for a while, beside the event loop unless it is short."""
         if inline:
@@ -556,12 +531,14 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
 
         def submit(prompt: PreparedRequest) -> EngineStream:
-            sampling = prompt.sampling
+            sampling, parts = prompt.sampling, prompt.parts
             if call.caller.cache_share < 1.0:
                 sampling = replace(sampling, cache_share=call.caller.cache_share)
-            if body.contexts and not body.blends and sampling.pin is None and not body.cache_salt:
-                pin = self.contexts.pin(body.contexts, body.model, prompt.token_ids)
-                sampling = replace(sampling, pin=pin)
+            if body.contexts and not body.cache_salt:
+                ids, used = prompt.token_ids, (body.contexts, body.model)
+                parts = parts._replace(modules=self.contexts.pin_modules(*used, ids, parts.modules))
+                if not body.blends and sampling.pin is None:
+                    sampling = replace(sampling, pin=self.contexts.pin(*used, ids))
             return self.client.submit(
                 prompt.token_ids,
                 sampling,
@@ -570,7 +547,7 @@ class Service:
                 timeout_s=self._timeout_s(call),
                 tree=body.tree,
                 adapter=adapter,
-                parts=prompt.parts._replace(is_module=body.is_module),
+                parts=parts._replace(is_module=body.is_module),
             )
 
         note = partial(
