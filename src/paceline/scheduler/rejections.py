@@ -31,8 +31,8 @@ from paceline.errors import (
     QueueFull,
     TreeFull,
 )
-from paceline.scheduler import pinning
-from paceline.scheduler.pinning import SPARE_BLOCKS
+from paceline.scheduler.step import pinning
+from paceline.scheduler.step.pinning import SPARE_BLOCKS
 
 if TYPE_CHECKING:
     from paceline.scheduler.state import SchedulerState

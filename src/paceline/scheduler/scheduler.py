@@ -39,13 +39,14 @@ from paceline.core.request import (
 )
 from paceline.core.standing import ALL_LOST
 from paceline.errors import InvalidTransition, UnknownRequest
-from paceline.scheduler import pinning, steering
+from paceline.scheduler import steering
 from paceline.scheduler.forecast import Forecaster
 from paceline.scheduler.injection import inject
 from paceline.scheduler.policy import changed_policy, make_policy
 from paceline.scheduler.recovery import full_plan, is_slab_in_use, let_go, move_slab, note_wake, start_over
 from paceline.scheduler.rejections import Rejection, check_extension, late_rejection, rejection_of
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step import pinning
 from paceline.scheduler.step.compose import Composer
 from paceline.scheduler.step.pace import ExpectedRoom, make_pace
 from paceline.scheduler.step.preemption import preempt, put_aside

@@ -18,10 +18,11 @@ from paceline.core.plan import AT_LENGTH, I32, STOPPED, StepResult
 from paceline.core.request import NO_ROW, FinishReason, Request, RequestId, RequestState, account_of
 from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.swap import NO_OWNER, Ticket
-from paceline.scheduler import pinning, steering
+from paceline.scheduler import steering
 from paceline.scheduler.encodings import Group
 from paceline.scheduler.recovery import forget_places
 from paceline.scheduler.state import Flight, SchedulerState, caught_up
+from paceline.scheduler.step import pinning
 
 Index = NDArray[np.int64]
 

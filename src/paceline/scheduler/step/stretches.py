@@ -17,9 +17,9 @@ from paceline.core.events import NO_NUMBER, NO_REQUEST, DecisionKind, Rule
 from paceline.core.plan import MORE_SPANS
 from paceline.core.request import Request
 from paceline.core.stretch import Stretch
-from paceline.scheduler import pinning
 from paceline.scheduler.encodings import Encoding
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step import pinning
 from paceline.scheduler.step.admission import StepDraft
 from paceline.scheduler.step.preemption import preempt
 
