@@ -10,6 +10,9 @@ from collections import Counter
 
 from tests.dst.runs import attempt
 
+# Of the steps, those that have to have 8 or more rows. Worlds with pictures, contexts, slabs and trees have few: each
+# kind of world that came has taken one or two percent.
+LEAST_WIDE = 0.12
 REQUIRED = (
     "preempt",
     "swap",
@@ -95,7 +98,7 @@ def report(total: Counter[str], seconds: float, arguments: argparse.Namespace) -
     )
     print(f"{wide:.0%} of the steps have 8 or more rows")
     missing = [name for name in REQUIRED if total[name] * RARE.get(name, 1) < arguments.require]
-    if arguments.require and wide < 0.15:
+    if arguments.require and wide < LEAST_WIDE:
         missing.append("steps with 8 or more rows")
     if missing:
         print(f"too seldom (at least {arguments.require:,} wanted): {', '.join(missing)}")
