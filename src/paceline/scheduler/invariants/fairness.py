@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.core.events import Decision, DecisionKind
 from paceline.core.fast import count_set
-from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
+from paceline.core.request import NO_ROW, OWN_REQUESTS, BlockReason, Request, RequestId, RequestState
 from paceline.policy import RequestView
 from paceline.scheduler.invariants.registry import CHANGES, CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.modules import name_of
@@ -189,10 +189,15 @@ def _tenants_admitted(context: CheckContext) -> set[str]:
 
 def _head(context: CheckContext) -> Request | None:
     """The first waiting request. None if another was first when the plan was made: where scores depend
-    on other waiting requests, they change when a request fails on the way in."""
+    on other waiting requests, they change when a request fails on the way in, and when a tenant is charged with a
+    context that went past a request of its own, behind which nothing else is admitted."""
     state = context.scheduler.state
     if state.policy.relative and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None
+    if state.policy.relative and context.scheduler.composer.last_draft.only_modules:
+        charged = [state.requests.get(d.request) for d in context.decisions if d.kind is DecisionKind.ADMIT]
+        if any(each is not None and each.is_module and each.id < OWN_REQUESTS for each in charged):
+            return None
     view = state.queue.view(state.now_s)
     return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
 
@@ -281,9 +286,9 @@ def the_tenant_served_least_is_admitted_first(context: CheckContext) -> str | No
                 return None  # it failed on its way in: whose counter had its prompt is not known any more
             continue
         tenant = state.tenant_index(request.tenant)
-        if decision.kind is DecisionKind.ADMIT:
+        if decision.kind is DecisionKind.ADMIT and request.id < OWN_REQUESTS:
             charged[tenant] = charged.get(tenant, 0.0) + request.num_prompt / policy.weight(tenant)
-        elif decision.kind is not DecisionKind.RESUME:
+        elif decision.kind not in _ADMITTED:
             continue
         counter = policy.counter(tenant) - charged.get(tenant, 0.0)
         if counter > highest:
