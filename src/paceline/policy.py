@@ -39,7 +39,8 @@ class RequestView:
     first_due_s: NDArray[np.float64]  # when a first token is due; infinity for any time
     num_computed: NDArray[np.int64]  # tokens whose KV is there: on the device, or kept on the host
     peak_computed: NDArray[np.int64]  # most tokens it ever had computed; computing them again adds nothing
-    started: NDArray[np.int64]  # 1 once it has been admitted, though it may wait again
+    # 1 once it has been admitted, though it may wait again; and where it computes a context for another, which pays.
+    started: NDArray[np.int64]
 
     @property
     def attained(self) -> NDArray[np.int64]:

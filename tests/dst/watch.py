@@ -62,6 +62,15 @@ class Expectation:
             raise InvariantViolation("S20", f"token {token} was put in at {index} and comes out of turn")
         self.coming.pop(0)
 
+    def places(self, other: Expectation) -> bool:
+        """Whether it places the text that another computes for a pin."""
+        computes = other.sampling.pin is not None and other.sampling.pin.computes
+        return (
+            computes
+            and self.tenant == other.tenant
+            and any(self.prompt[start:end] == other.prompt[: end - start] for start, _, end in self.placed)
+        )
+
     def check_reason(self, ending: Finished) -> None:
         """S20e: a request that ends early was aborted, or something went wrong for it. L8: a deadline is not early."""
         if ending.detail == "deadline" and (self.deadline_s is None or ending.time_s < self.deadline_s):

@@ -353,11 +353,10 @@ class World:
         """Faults that were injected and may have ended this request."""
         if self.hooks.cursed.get(ending.request) or self.runner.steps_failed > 1:
             client.told.add("internal_error")
-        if client.placed and any(
-            self.hooks.cursed.get(number) and self.pins.computes(each.sampling)
-            for number, each in self.clients.items()
-        ):  # the module that it waits for could not be computed
-            client.told.add("internal_error")
+        if any(
+            self.hooks.cursed.get(number) and client.places(each) for number, each in self.clients.items()
+        ):
+            client.told.add("internal_error")  # the module that it waits for could not be computed
         if self.runner.nan_rows:
             client.told.add("numerical_error")
         guide = FakeGuide.of(client.sampling, client.seen + len(client.tokens))

@@ -385,8 +385,9 @@ class Request:
 
     @property
     def started(self) -> bool:
-        """Whether it has been admitted, though it may wait again."""
-        return self.admitted_s is not None
+        """Whether its tenant is not charged with its prompt any more: it has been admitted, though it may wait again,
+        or the engine made it for another request, with whose prompt the tenant is charged."""
+        return self.admitted_s is not None or self.id >= OWN_REQUESTS
 
     @property
     def is_terminal(self) -> bool:

@@ -178,6 +178,14 @@ def a_younger_request_is_admitted_first(planned: PlannedState) -> None:
     planned.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), Rule.FITS))
 
 
+@breaks("no_request_is_passed_over", crowded)
+def a_module_is_admitted_past_another(planned: PlannedState) -> None:
+    planned.bench.scheduler.composer.last_draft.only_modules = True
+    for number in (2, 3):
+        planned.state.requests[RequestId(number)].is_module = True
+    planned.decisions.append(Decision(DecisionKind.ADMIT, RequestId(3), Rule.FITS))
+
+
 @breaks("the_first_always_progresses")
 def the_oldest_is_not_in_the_plan(planned: PlannedState) -> None:
     planned.state.flights[-1].mask[0] = False

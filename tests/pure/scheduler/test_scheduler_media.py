@@ -98,6 +98,19 @@ def test_a_picture_makes_no_step_longer_for_rows_that_decode() -> None:
     one.run()
 
 
+def test_rows_that_leave_a_step_to_a_prompt_leave_it_to_its_picture() -> None:
+    one = bench(max_num_batched_tokens=16, scheduling_policy="priority")
+    others = [one.add(prompt(5, start), 30, priority=5) for start in range(1, 4)]
+    one.step(2)
+    one.add(prompt(30), media=[MediaPart(0, picture(1, outputs=20, units=200))])
+    one.add(prompt(3, 7), priority=5)
+    one.step(8)
+    for seen in one.seen[-8:]:
+        assert seen.plan.encodes.count and not seen.decodes, "its encoder takes the whole budget"
+    one.run()
+    assert all(len(one.tokens[number]) == 30 for number in others)
+
+
 def test_the_same_picture_is_computed_once() -> None:
     one = bench()
     first = one.add(prompt(20, 1), media=[MediaPart(2, picture(1))])

@@ -14,6 +14,7 @@ from paceline.core.request import OWN_REQUESTS, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits
+from paceline.scheduler.policy.fair import FairShare
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 TEXT = prompt(40, start=500)  # 10 blocks of 4
@@ -155,6 +156,49 @@ def test_a_module_that_was_evicted_is_computed_again_before_all_others() -> None
     sentences = story([each for each in one.watch.decisions if each.request == request])
     assert any("was evicted while it waited" in each for each in sentences)
     assert any("24 tokens of its context 1 of 1 were copied to their place" in each for each in sentences)
+
+
+def admitted(one: Bench) -> list[int]:
+    return [each.request for each in one.watch.decisions if each.kind is DecisionKind.ADMIT]
+
+
+def test_a_module_goes_where_its_request_goes_under_fair_shares() -> None:
+    one = bench(scheduling_policy="fair", max_num_seqs=1)
+    for start in range(3):
+        one.add(prompt(28, start=1000 + 50 * start), 4, tenant="served")
+    one.step(3)
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts, tenant="new")
+    one.run()
+    assert admitted(one) == [1, 2, OWN_REQUESTS, request, 3], "its tenant was served less"
+
+
+def test_a_tenant_is_charged_with_a_prompt_and_not_with_its_modules() -> None:
+    one = bench(scheduling_policy="fair")
+    tokens, parts = around(TEXT, OTHER)
+    request = one.add(tokens, 4, modules=parts)
+    one.run()
+    one.scheduler.schedule()  # output is charged before the next plan
+    assert isinstance(one.state.policy, FairShare)
+    assert one.state.policy.counters == {0: len(tokens) + 2.0 * len(one.tokens[request])}
+
+
+@pytest.mark.parametrize("by_client", [False, True])
+def test_a_module_that_passes_changes_no_order_under_fair_shares(by_client: bool) -> None:
+    """Behind a request whose module was evicted nothing else passes; a client pays for a context that does."""
+    one = bench(scheduling_policy="fair")
+    tokens, parts = around(TEXT)
+    request = one.add(tokens, modules=parts, tenant="new")
+    one.step()
+    while one.state.modules.computing:
+        one.step()
+    one.scheduler.reset_prefix_cache()
+    if by_client:
+        one.engine.add(prompt(20, start=800), SamplingParams(max_tokens=1), tenant="new", is_module=True)
+    other = one.add(prompt(6, start=200), 1, tenant="other")
+    while not {request, other} <= set(admitted(one)):
+        one.engine.step()
+    assert (admitted(one)[-2:] == [request, other]) is not by_client
 
 
 def test_a_request_that_computes_a_module_ends_with_its_prompt() -> None:

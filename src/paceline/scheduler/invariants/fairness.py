@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.core.events import Decision, DecisionKind
+from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.fast import count_set
-from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
+from paceline.core.request import NO_ROW, OWN_REQUESTS, BlockReason, Request, RequestId, RequestState
 from paceline.policy import RequestView
 from paceline.scheduler.invariants.registry import CHANGES, CONTINUOUS_ONLY, PLANNED, CheckContext, invariant
 from paceline.scheduler.modules import name_of
@@ -100,20 +100,38 @@ def the_last_in_order_is_preempted(context: CheckContext) -> str | None:
 def no_request_is_passed_over(context: CheckContext) -> str | None:
     """No request is admitted past an earlier request, unless that one waits for a prefix under way.
 
-    The order is that of arrival: a preempted request has not lost its place.
+    The order is that of arrival: a preempted request has not lost its place. Behind a request whose module was evicted
+    only those that compute modules are looked at: they pass the others, and none of their kind.
     """
     state = context.scheduler.state
     if not context.decisions or not len(state.queue) or state.policy.relative:
         return None
     admitted = [d.request for d in context.decisions if d.kind in _ADMITTED]
     runners = [state.requests[a] for a in admitted if a in state.requests]
-    if (
-        context.scheduler.composer.last_draft.only_modules
-    ):  # a request whose module was evicted lets these alone pass
-        runners = [runner for runner in runners if not runner.is_module]
-    if not runners:
+    waiting = list(state.queue)
+    if not context.scheduler.composer.last_draft.only_modules:
+        return _passed_over(context, runners, waiting)
+    modules = [runner for runner in runners if runner.is_module]
+    ahead = [request for request in waiting if request.is_module or _stands_before_evicted(context, request)]
+    others = [runner for runner in runners if not runner.is_module]
+    return _passed_over(context, others, waiting) or _passed_over(context, modules, ahead)
+
+
+def _stands_before_evicted(context: CheckContext, request: Request) -> bool:
+    """Whether a request goes before all that wait because their modules were evicted."""
+    state, composer = context.scheduler.state, context.scheduler.composer
+    passed = [state.requests[number] for number in composer.last_draft.passed if number in state.queue]
+    evicted = [each for each in passed if composer.admission.judge(each).rule is Rule.MODULE_EVICTED]
+    return bool(evicted) and all(goes_first(context, request, each) for each in evicted)
+
+
+def _passed_over(
+    context: CheckContext, runners: list[Request], waiting_requests: list[Request]
+) -> str | None:
+    """Whether some of those admitted went past one that waits for room."""
+    if not runners or not waiting_requests:
         return None
-    waiting_requests = list(state.queue)
+    state = context.scheduler.state
     view = _view_of(context, waiting_requests)
     waiting = state.policy.order(view)
     admitted_view = _view_of(context, runners, as_waited=True)
@@ -189,10 +207,15 @@ def _tenants_admitted(context: CheckContext) -> set[str]:
 
 def _head(context: CheckContext) -> Request | None:
     """The first waiting request. None if another was first when the plan was made: where scores depend
-    on other waiting requests, they change when a request fails on the way in."""
+    on other waiting requests, they change when a request fails on the way in, and when a tenant is charged with a
+    context that went past a request of its own, behind which nothing else is admitted."""
     state = context.scheduler.state
     if state.policy.relative and any(d.kind is DecisionKind.FAIL for d in context.decisions):
         return None
+    if state.policy.relative and context.scheduler.composer.last_draft.only_modules:
+        charged = [state.requests.get(d.request) for d in context.decisions if d.kind is DecisionKind.ADMIT]
+        if any(each is not None and each.is_module and each.id < OWN_REQUESTS for each in charged):
+            return None
     view = state.queue.view(state.now_s)
     return state.queue.get(int(first(view, state.policy.order(view), 1)[0]))
 
@@ -281,9 +304,9 @@ def the_tenant_served_least_is_admitted_first(context: CheckContext) -> str | No
                 return None  # it failed on its way in: whose counter had its prompt is not known any more
             continue
         tenant = state.tenant_index(request.tenant)
-        if decision.kind is DecisionKind.ADMIT:
+        if decision.kind is DecisionKind.ADMIT and request.id < OWN_REQUESTS:
             charged[tenant] = charged.get(tenant, 0.0) + request.num_prompt / policy.weight(tenant)
-        elif decision.kind is not DecisionKind.RESUME:
+        elif decision.kind not in _ADMITTED:
             continue
         counter = policy.counter(tenant) - charged.get(tenant, 0.0)
         if counter > highest:

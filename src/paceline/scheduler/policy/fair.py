@@ -51,7 +51,8 @@ class FairShare(Policy):
             return np.zeros(0)
         tenants, which = np.unique(view.tenant, return_inverse=True)
         counters, weights = np.array([(self.counter(t), self.weight(t)) for t in tenants.tolist()]).T
-        by = np.lexsort((view.order, which))
+        # One that computes a context has the place of the request it is for, and goes before it.
+        by = np.lexsort((-view.started, view.order, which))
         owner = which[by]
         prompts = np.where(view.started[by], 0, view.num_prompt[by])
         before = np.cumsum(prompts) - prompts

@@ -282,9 +282,10 @@ class Admission:
         if self._protects(request):
             self._reserve(request)
         if request.admitted_s is None:
+            if not request.started:
+                state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             request.admitted_s = state.now_s
             request.num_cached = num_computed
-            state.accounting.admitted(state.rows.tenant.item(request.row), request.num_prompt)
             state.counters.prompt_tokens += request.num_tokens
             state.counters.cached_tokens += num_computed
             state.counters.found(num_computed, request.cost.from_host, request.cost.from_disk)

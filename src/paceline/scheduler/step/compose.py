@@ -85,7 +85,7 @@ class Composer:
         if draft.left > 0 and state.prefilling:
             for row in self._prompts():  # what is left goes to the prompts that were held to their share
                 self._span(draft, row, draft.left)
-        if len(draft.held) and not (draft.num_decoding or draft.spans):
+        if len(draft.held) and not (draft.num_decoding or draft.spans or state.encodings.now is not None):
             mask = self._decode_held(draft)
         if state.drafts is not None and draft.num_decoding and draft.left > 0:
             self._widen(draft, mask)
