@@ -220,7 +220,10 @@ class Admission:
             fresh_branch = request.num_tokens == request.num_prompt == request.shares
             row = self._give_row(request, start.num_computed, start.parent_row if fresh_branch else NO_ROW)
             state.kv.share(start.parent_row, row, start.num_computed)
-            state.rows.share([row, start.parent_row])
+            # Copied now and not with its first write: it may wait at a picture until the parent has filled the block
+            # it shares in part, has left, and the cache alone has the rest of that block.
+            state.kv.copy_on_write(row, start.num_computed)
+            state.rows.share([start.parent_row])
             state.counters.forked += 1
             assert request.parent is not None
             figures = (budget_left, verdict.free, verdict.needed, request.parent)
