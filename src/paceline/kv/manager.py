@@ -9,7 +9,7 @@ A block table, with blocks of 4 tokens. Row 1 was forked from row 0 after 6 toke
     row 1   tokens  a b c d | e f x .        table  [ 3, 9 ]
 
     block 3   a b c d   refs 2   full, shared for good
-    block 7   e f g .   refs 1   part-filled; refs was 2 until row 1 wrote x: it copied the block to 9 first
+    block 7   e f g .   refs 1   part-filled; row 1 has a copy of it in block 9 since it joined
     block 9   e f x .   refs 1   (copy on write)
     block 0                      null block: takes writes that are never read
 

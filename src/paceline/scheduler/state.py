@@ -94,11 +94,7 @@ SPARE_DEADLINES = 1024  # entries of requests that have ended
 MAX_TENANTS = 4096  # tenants remembered after their last request
 
 # See core.fast.
-_FINISH, _PREEMPT, _FINISHED = (
-    DecisionKind.FINISH,
-    DecisionKind.PREEMPT,
-    RequestState.FINISHED,
-)
+_FINISH, _PREEMPT, _FINISHED = DecisionKind.FINISH, DecisionKind.PREEMPT, RequestState.FINISHED
 # Of a decision: tokens left, blocks free, blocks needed, the request it was compared against.
 Figures = tuple[int, int, int, RequestId]
 NO_FIGURES: Figures = (NO_NUMBER, NO_NUMBER, NO_NUMBER, NO_REQUEST)
@@ -371,11 +367,12 @@ class SchedulerState:
             request.tree.num_rows -= 1
         self.prefilling.pop(request.id, None)
         self.forget_computing(request)
-        before = self.joins
-        if before:  # it may have joined in this very plan: the runner never learns of it
-            self.joins = [join for join in before if join.row != row]
-        if len(self.joins) == len(before):
+        joins = [join for join in self.joins if join.row != row]
+        if len(joins) == len(self.joins):
             self.leaves.append(row)
+        else:  # in this very plan: the runner never learns of it, nor of what was to be copied for it
+            self.joins = joins
+            self.kv.delta.forget(row)
 
     @property
     def most_rows(self) -> int:

@@ -1,5 +1,6 @@
 """A waiting request may take the place of a running one: by class, by length, by share, and never without end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,22 @@ def test_what_an_urgent_request_waits_for_is_as_urgent() -> None:
     seen = bench.step()
     assert seen is not None and owner in seen.spans
     assert not any(other in seen.spans for other in others)
+    bench.run()
+
+
+def test_a_request_goes_before_those_prompts_only_that_it_outranks() -> None:
+    """F3: one that outranks all of them waits for its adapter, and is no reason to pass the first for others."""
+    bench = by_class(max_num_batched_tokens=8, long_prefill_share=0.5, max_loras=1, ageing_s=1e6)
+    for name in ("1", "2"):
+        bench.engine.adapters.load("", Path(name))
+    first, last = (bench.add(prompt(64, priority), 4, priority=priority) for priority in (1, 3))
+    bench.step()
+    assert bench.states()[last] is RequestState.RUNNING
+    bench.add(prompt(8, 4), 4, priority=0, adapter=2)
+    between = [bench.add(prompt(8, start), 4, priority=2) for start in (5, 6)]
+    seen = bench.step()
+    assert seen is not None and seen.spans == {first: 4, between[0]: 4}
+    bench.reads.finish()
     bench.run()
 
 

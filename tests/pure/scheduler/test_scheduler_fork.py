@@ -6,6 +6,7 @@ from paceline.core.events import DecisionKind
 from paceline.core.request import FinishReason, RequestState
 from paceline.core.sampling import branch_seed
 from paceline.errors import UnknownRequest
+from paceline.scheduler.step.preemption import put_aside
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -60,6 +61,19 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     bench.fork(parent)
     bench.run()
     assert copies(bench) == []
+
+
+def test_a_branch_that_joins_and_leaves_in_one_plan_copies_nothing() -> None:
+    bench = Bench(engine_config(num_host_blocks=16))
+    parent = bench.add(prompt(13), 20, seed=3)
+    bench.step(2)
+    (child,) = bench.fork(parent)
+    bench.scheduler.composer.admission.admit(bench.request(child), 32)
+    assert bench.state.kv.delta.copies
+    put_aside(bench.state, bench.request(child), swap=True, reason="blocks")
+    assert bench.states()[child] is RequestState.WAITING, "a swap would go before the copy"
+    assert not bench.state.kv.delta.copies, "its block may be another row's by then"
+    bench.run()
 
 
 def test_a_pruned_branch_before_its_first_write_needs_no_copy() -> None:

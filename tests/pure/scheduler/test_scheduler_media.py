@@ -192,6 +192,26 @@ def test_a_branch_has_the_pictures_of_its_parent() -> None:
     assert len(one.finished) == 3
 
 
+def test_a_branch_that_waits_at_a_picture_writes_into_no_block_that_its_parent_left_cached() -> None:
+    one = bench(num_pages=2)
+    parent = one.add(prompt(10), 6, seed=5, media=[MediaPart(2, picture(1))])
+    one.step(2)
+    while not one.tokens[parent]:
+        one.step()
+    one.add(prompt(12, 1), media=[MediaPart(0, picture(2, units=400))])
+    one.step()
+    assert one.state.encodings.pool.num_evicted == 2, "the vectors of the first picture are gone"
+    (branch,) = one.fork(parent, at=0)
+    while parent not in one.finished:
+        one.step()
+    row = one.request(branch).row
+    assert one.state.rows.computed[row] == 9, "its last token is in the picture, which is not encoded yet"
+    one.run()
+    again = one.add([*prompt(10), *one.tokens[parent]], media=[MediaPart(2, picture(1))])
+    one.run()
+    assert one.finished[again].num_cached == 12, "what the parent left is there, and right"
+
+
 def test_what_pictures_are_made_from_is_held_while_requests_need_it() -> None:
     one = bench()
     for start in (0, 1):

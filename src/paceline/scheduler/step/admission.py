@@ -73,7 +73,7 @@ class StepDraft:
         self.for_long = budget  # most of these that long prompts may take; see `Pace.beside_long`
         self.spans: dict[int, int] = {}  # known tokens by row
         self.pads: dict[int, int] = {}  # padding tokens by row
-        # Waiting requests that were passed over, and the request each was compared with.
+        # Waiting requests that were passed over, and the request that computes what each waits for.
         self.passed: dict[RequestId, RequestId] = {}
         self.remarks: dict[RequestId, str] = {}  # why no row is preempted for a request
 
@@ -95,6 +95,7 @@ _ADMIT, _FITS, _RUNNING = DecisionKind.ADMIT, Rule.FITS, RequestState.RUNNING  #
 # module is not there; if that was evicted while it waited, those that compute modules may, and no others.
 MODULES = frozenset((Rule.MODULE, Rule.MODULE_EVICTED))
 PASSABLE = frozenset((BEHIND_PREFIX, BEHIND_SWAP, Rule.SPARE, Rule.TREE_ROWS, Rule.ADAPTER, *WAITS, *MODULES))
+COMPUTED = frozenset((BEHIND_PREFIX, *MODULES))  # another request computes what is waited for
 MOST_SPARING = 32  # requests of flooding tenants that are passed in one step: a queue may be long
 NO_PLACE = frozenset((NO_ROOM_ROWS, Rule.BLOCKS))
 
@@ -118,6 +119,11 @@ class Verdict(NamedTuple):
     free: int = NO_NUMBER
     kept: int = 0  # of the free blocks, kept back for others
     start: CachedStart | None = None  # None: it has to wait, or its KV comes back from the host
+
+    @property
+    def waits_for(self) -> RequestId:
+        """The request that computes what this one needs."""
+        return self.compared_with if self.rule in COMPUTED else NO_REQUEST
 
     @property
     def lacking(self) -> int:
@@ -220,7 +226,10 @@ class Admission:
             fresh_branch = request.num_tokens == request.num_prompt == request.shares
             row = self._give_row(request, start.num_computed, start.parent_row if fresh_branch else NO_ROW)
             state.kv.share(start.parent_row, row, start.num_computed)
-            state.rows.share([row, start.parent_row])
+            # Copied now and not with its first write: it may wait at a picture until the parent has filled the block
+            # it shares in part, has left, and the cache alone has the rest of that block.
+            state.kv.copy_on_write(row, start.num_computed)
+            state.rows.share([start.parent_row])
             state.counters.forked += 1
             assert request.parent is not None
             figures = (budget_left, verdict.free, verdict.needed, request.parent)

@@ -265,29 +265,33 @@ class Composer:
     def _continue_prefills(self, draft: StepDraft, prompts: list[int]) -> None:
         """Tokens for the prompts under way, in order. A waiting request that outranks one is admitted before it."""
         cap = self._cap(draft, len(prompts))
-        outranked: set[int] = set()
+        owners = self._state.rows.requests
+        behind = {row: owners[row] for row in prompts}
         if len(self._state.queue):
             head = self._state.waiting_in_order(1)[0]
-            outranked = set(self.displacement.outranked(head).tolist())
-        owners = self._state.rows.requests
-        # Only the end of the order: age may put a prompt before others that no waiting request outranks.
-        first = len(prompts) - sum(1 for _ in takewhile(outranked.__contains__, reversed(prompts)))
-        behind = {row: owners[row] for row in prompts[first:]}
-        for row in prompts[:first]:
-            self._span(draft, row, min(draft.left, cap))
-        if behind:
-            self._admit_urgent(draft, set(behind), cap)
-        for row, request in behind.items():
-            if row not in draft.spans and owners[row] is request:  # it may have failed meanwhile
+            if len(self.displacement.outranked(head)):
+                self._admit_urgent(draft, behind, cap)
+        self._continue_first(draft, behind, len(behind), cap)
+
+    def _continue_first(
+        self, draft: StepDraft, behind: dict[int, Request | None], count: int, cap: int
+    ) -> None:
+        """Tokens for the first `count` of the prompts `behind`, which are no longer among them."""
+        for row in list(behind)[:count]:
+            request = behind.pop(row)
+            if row not in draft.spans and self._state.rows.requests[row] is request:  # it may have failed
                 self._span(draft, row, min(draft.left, cap))
 
-    def _admit_urgent(self, draft: StepDraft, behind: set[int], cap: int) -> None:
-        """Admit waiting requests that outrank one of the prompts `behind`, for as long as there is room."""
+    def _admit_urgent(self, draft: StepDraft, behind: dict[int, Request | None], cap: int) -> None:
+        """Admit waiting requests that outrank the last of the prompts `behind`, for as long as there is room, each
+        behind the prompts that it does not outrank."""
         state = self._state
         for request in state.waiting_in_order(self.admission.rows_left()):
-            if draft.left < 1 or behind.isdisjoint(self.displacement.outranked(request).tolist()):
-                return
-            if not self._admit_in_turn(draft, [request], cap):
+            outranked = set(self.displacement.outranked(request).tolist())
+            # Only the end of the order: age may put a prompt before others that no waiting request outranks.
+            num_outranked = sum(1 for _ in takewhile(outranked.__contains__, reversed(behind)))
+            self._continue_first(draft, behind, len(behind) - num_outranked, cap)
+            if draft.left < 1 or not behind or not self._admit_in_turn(draft, [request], cap):
                 return
             computes = state.prefilling.get(draft.passed.get(request.id, NO_REQUEST))
             if computes is not None and computes.row in behind and computes.row not in draft.spans:
@@ -478,7 +482,7 @@ class Composer:
                 draft.only_modules |= verdict.rule is Rule.MODULE_EVICTED
                 if not self.admission.may_be_passed(verdict.rule, draft.num_sparing):
                     return False
-                draft.passed[request.id] = verdict.compared_with
+                draft.passed[request.id] = verdict.waits_for
         return self.admission.rows_left() > 0
 
     def _admit_batch(self, draft: StepDraft, candidates: list[Request]) -> None:

@@ -134,6 +134,8 @@ def put_aside(
     pooled = request.sampling.pooling
     # A padded batch starts over together, and so does what is summed over all tokens of a prompt.
     swap = swap and not state.mode.keeps_finished and (pooled is None or pooled.reads_last)
+    # Of a row that joins in this very plan, blocks may still have to be copied, and swaps go before copies.
+    swap = swap and not any(join.row == row for join in state.joins)
     swapped = swap and computed > 0 and state.kv.can_swap_out(row, computed)
     rule = Rule(f"{reason}:{'swap' if swapped else 'recompute'}")
     seconds = cost.swap_s if swapped else cost.recompute_s
