@@ -138,7 +138,8 @@ class Engine:
             branch.deadline_s = due_s
         branches[0].tree_limits = tree
         guide = self.guides.check(sampling.structured_outputs)
-        if self.on_forecast is not None:
+        # A call that wants vectors has many inputs: when one of them is ready says nothing about the call.
+        if self.on_forecast is not None and sampling.pooling is None:
             self.on_forecast(branches[0].id, self.scheduler.forecast(branches[0]))
         self.scheduler.add(branches)
         if media:

@@ -76,6 +76,9 @@ class StepProjection:
         self._block_size = block_size
         self._step = 0.0
         self._reading: list[PromptAhead] = []
+        # Tokens of the next step that these leave to others, and how many one prompt may take. None: to be counted.
+        self._open: int | None = None
+        self._most = 0
 
     def admit(self, blocks: float) -> None:
         """Wait until there is a row, `blocks` blocks and a step with tokens left, or until no request runs any more,
@@ -95,6 +98,10 @@ class StepProjection:
         tokens it generates from then on, and the blocks it holds."""
         prompt = PromptAhead(tokens, at, decodes, self._budget.is_long(at + tokens))
         self._reading.append(prompt)
+        if prompt.is_long:
+            self._open = None
+        elif self._open is not None:  # counted as it is added: hundreds may wait
+            self._open -= min(tokens, self._open, self._most)
         return prompt
 
     def first_token_s(self, prompt: PromptAhead) -> float:
@@ -112,15 +119,21 @@ class StepProjection:
 
     def _has_room(self) -> bool:
         """Whether the next step has tokens for one more prompt."""
-        room = self._room(others=True)
-        return sum(self._taken(room, others=True)) < room.tokens
+        if self._open is None:
+            room = self._room(others=True)
+            self._most = self._most_of(room)
+            self._open = room.tokens - sum(self._taken(room, others=True))
+        return self._open > 0
+
+    def _most_of(self, room: StepRoom) -> int:
+        """Tokens of a step that one prompt may take while others could use them."""
+        return max(1, int(self._share * (room.tokens + self.decoding)))
 
     def _taken(self, room: StepRoom, *, others: bool) -> list[int]:
         """What the prompts take of a step, in order, each held to its share while others could use more."""
         taken: list[int] = []
         left, for_long = room.tokens, room.for_long
-        share = max(1, int(self._share * (left + self.decoding)))
-        most = share if others or len(self._reading) > 1 else left
+        most = self._most_of(room) if others or len(self._reading) > 1 else left
         for is_held in (True, False):
             for index, prompt in enumerate(self._reading):
                 before = 0 if is_held else taken[index]
@@ -162,6 +175,7 @@ class StepProjection:
 
     def _pass(self, steps: float) -> None:
         self._step += steps
+        self._open = None
         self._blocks -= steps * self.decoding / self._block_size
         while self._ends and self._ends[0][0] <= self._step:
             self._blocks += heapq.heappop(self._ends)[1]

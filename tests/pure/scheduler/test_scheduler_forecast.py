@@ -291,6 +291,55 @@ def test_without_a_row_to_wait_for_nothing_is_waited_for() -> None:
     assert walk.first_token_s(walk.read(1)) == pytest.approx(plain(0, 1))
 
 
+class Recounting(StepProjection):
+    """Counts all prompts again for each one more."""
+
+    def _has_room(self) -> bool:
+        self._open = None
+        return super()._has_room()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_counted_as_prompts_come_is_what_counting_all_of_them_gives(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    budget = Room(lambda done: 40 if done < PART else 25, long=300, for_long=int(draw.integers(1, 30)))
+    ends = draw.integers(1, 40, 3).astype(float)
+    share = float(draw.uniform(0.2, 1.0))
+    given = {"free_rows": int(draw.integers(1, 30)), "free_blocks": 200.0, "block_size": 16, "share": share}
+    walks = [
+        kind(cost, budget, endings=[(end, 3.0) for end in ends], **given)
+        for kind in (StepProjection, Recounting)
+    ]
+    for _ in range(150):
+        tokens, at, blocks = (
+            int(draw.integers(1, 400)),
+            int(draw.integers(0, 50)),
+            float(draw.integers(1, 30)),
+        )
+        decodes = None if draw.random() < 0.3 else (float(draw.integers(1, 50)), blocks)
+        for walk in walks:
+            walk.admit(blocks)
+            walk.read(tokens, at, decodes)
+        assert walks[0].seconds == walks[1].seconds
+    assert walks[0].first_token_s(walks[0].read(9)) == walks[1].first_token_s(walks[1].read(9))
+
+
+def test_a_line_of_short_prompts_is_walked_once_and_not_again_for_each_of_them() -> None:
+    asked = []
+
+    class Asked(Room):
+        def __call__(self, decoding: int, done: int = -1, *, others: bool = False) -> StepRoom:
+            asked.append(done)
+            return super().__call__(decoding, done, others=others)
+
+    walk = projection(budget=Asked(100), free_rows=1000)
+    for _ in range(400):
+        walk.admit(1)
+        walk.read(5)
+    assert walk.first_token_s(walk.read(5)) == pytest.approx(20 * plain(0, 100) + plain(0, 5))
+    assert len(asked) <= 2 * 21  # for each step: what it has room for, and what is read in it
+
+
 # ----------------------------------------------------------------
 # Output statistics: lengths of answers by tenant, and how much of prompts is cached.
 
