@@ -305,9 +305,17 @@ def test_what_is_counted_as_prompts_come_is_what_counting_all_of_them_gives(seed
     budget = Room(lambda done: 40 if done < PART else 25, long=300, for_long=int(draw.integers(1, 30)))
     ends = draw.integers(1, 40, 3).astype(float)
     share = float(draw.uniform(0.2, 1.0))
-    given = {"free_rows": int(draw.integers(1, 30)), "free_blocks": 200.0, "block_size": 16, "share": share}
+    num_free = int(draw.integers(1, 30))
     walks = [
-        kind(cost, budget, endings=[(end, 3.0) for end in ends], **given)
+        kind(
+            cost,
+            budget,
+            endings=[(end, 3.0) for end in ends],
+            free_rows=num_free,
+            free_blocks=200.0,
+            block_size=16,
+            share=share,
+        )
         for kind in (StepProjection, Recounting)
     ]
     for _ in range(150):
