@@ -179,9 +179,8 @@ class Rule(StrEnum):
     LOADING = "loading"  # load too: part of its prompt comes from the disk; others may pass
     MAKING_ROOM = "making room"  # load too: what it would evict is on its way to host memory; others may pass
     MODULE = "module"  # a context that it places is not computed yet; others may pass
-    MODULE_EVICTED = (
-        "module evicted"  # the same, once more: it was evicted while it waited, and no request passes
-    )
+    # The same, once more: it was evicted while it waited, and no request passes.
+    MODULE_EVICTED = "module evicted"
     SHARE = "share"  # others wait: one prompt takes no more of a step
     GROUP = "group"  # chunk: its next item is not encoded yet
     PAGES = "pages"  # chunk: there is no room yet for the vectors of its next item

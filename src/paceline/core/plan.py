@@ -373,9 +373,8 @@ class GuideWork(NamedTuple):
     masks: int
     mask_s: float  # making them
     forced: int = 0  # tokens that a guide was certain of, taken as drafts
-    wait_s: float = (
-        0.0  # that the draw waited for them: on a CPU all of it, on a GPU what its forward pass does not hide
-    )
+    # That the draw waited for them: on a CPU all of it, on a GPU what its forward pass does not hide.
+    wait_s: float = 0.0
 
 
 class StepResult(NamedTuple):

@@ -146,9 +146,8 @@ class DeviceSpec:
     fixed_step_s: float  # host gap, launches and small kernels of a step, whatever its size
     matmul_curves: tuple[MatmulCurve, ...] = ()  # measured; empty: the shares of its limits an H200 reached
     element_bytes: int | None = None  # width the device computes in; None: the model's own
-    weight_bytes: float | None = (
-        None  # of a weight that is read, where weights are quantised; None: an element's
-    )
+    # Of a weight that is read, where weights are quantised; None: an element's.
+    weight_bytes: float | None = None
     source: str = ""
 
     def seconds_per_parameter(self, rows: float, element_bytes: int) -> float:

@@ -24,9 +24,8 @@ from paceline.kv.swap import NO_OWNER, Ticket
 
 HOST, DISK = 1, 2
 STEPS = 4  # a level keeps room for what this many of the largest steps take
-MORE_SHARE = (
-    4  # once that is short, this part of it more is made: many moves at once cost little more than one
-)
+# Once that is short, this part of it more is made: many moves at once cost little more than one.
+MORE_SHARE = 4
 TOGETHER = (128, 64)  # most blocks of one ticket down, by the level they leave
 FETCHED_TOGETHER = 16  # and up from the disk: what has arrived can be used before the rest
 BURST_S = 10.0  # of a budget that was not used, kept for later: blocks go in bursts, when a prompt comes

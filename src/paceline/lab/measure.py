@@ -76,9 +76,8 @@ class Meter:
         """A step delivered tokens to some requests, those of a request one behind the other."""
         requests, time_s = events.requests, events.time_s
         gaps = time_s - self._last_token_s[requests]  # NaN for a first token
-        gaps[1:][requests[1:] == requests[:-1]] = (
-            0.0  # drafts that were right come with the token before them
-        )
+        # Drafts that were right come with the token before them.
+        gaps[1:][requests[1:] == requests[:-1]] = 0.0
         self._gaps += gaps.astype(np.float32).tobytes()
         self._last_token_s[requests] = time_s
 

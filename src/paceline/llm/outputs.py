@@ -51,9 +51,8 @@ class CompletionOutput:
     held: str | None = None
     num_holds: int = 0  # so far
     vector: bytes = b""  # of a pooled request: little-endian float32
-    num_generated: int = (
-        0  # of its tokens, those it did not take over from another branch and that were not put in
-    )
+    # Of its tokens, those it did not take over from another branch and that were not put in.
+    num_generated: int = 0
 
     @property
     def finished(self) -> bool:

@@ -113,9 +113,8 @@ class EncoderSpec:
 class ModelSpec:
     """One transformer: a decoder, unless it has the options of an encoder."""
 
-    architecture: (
-        str  # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral, qwen3_moe; bert, xlm-roberta, modernbert
-    )
+    # llama, mistral, qwen2, qwen3, gemma3, phi3, mixtral, qwen3_moe; bert, xlm-roberta, modernbert.
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -138,9 +137,8 @@ class ModelSpec:
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     tied_embeddings: bool = False  # the output matrix is the embedding
     experts: ExpertsSpec | None = None
-    encoder: EncoderSpec | None = (
-        None  # its tokens see each other in both directions, and it makes vectors only
-    )
+    # Its tokens see each other in both directions, and it makes vectors only.
+    encoder: EncoderSpec | None = None
     vision: ModelSpec | None = None  # the encoder of its pictures
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

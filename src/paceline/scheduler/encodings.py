@@ -95,9 +95,8 @@ class Encodings:
         self._owner: dict[int, Encoding] = {}  # of each page
         self._next_number = 1
         self.found: list[tuple[RowMedia, int]] = []  # stretches whose item was there when a row came to it
-        self.last_completed: Group | None = (
-            None  # all of it stands in plans now, and that is not recorded yet
-        )
+        # All of it stands in plans now, and that is not recorded yet.
+        self.last_completed: Group | None = None
         self.now: Group | None = None  # of which the step being planned computes a part
         self._first = 0
         self.as_tokens = 0.0  # what has been planned of lines, in tokens of prompts

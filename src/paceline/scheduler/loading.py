@@ -15,9 +15,8 @@ from paceline.core.request import BlockKey, Request, RequestId
 from paceline.kv.tiers import HOST
 from paceline.scheduler.state import SchedulerState
 
-FIRST = (
-    8  # of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn
-)
+# Of the waiting requests, for which the disk is asked: what comes too early is evicted before its turn.
+FIRST = 8
 FEW = 64  # waiting requests of which each is looked at in less time than their order takes
 HOST_SHARE = 4  # blocks on their way from the disk fill at most this part of the host's
 # A load may take this many times as long as computing, which keeps others waiting; a copy leaves them the device.

@@ -22,9 +22,8 @@ class ReasoningFormat:
     aliases: tuple[str, ...] = ()  # other names of vLLM's --reasoning-parser
     begin: str
     end: str
-    is_usual: bool = (
-        False  # models reason unless the prompt ends with `end`; others where `begin` is in the prompt
-    )
+    # Models reason unless the prompt ends with `end`; others where `begin` is in the prompt.
+    is_usual: bool = False
 
     def expects(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins with reasoning."""

@@ -234,9 +234,8 @@ def test_a_request_too_many_is_a_rate_limit_and_a_retry_gets_through(server: Cli
 
         def note(response: httpx2.Response) -> None:
             statuses.append(response.status_code)
-            response.headers["retry-after"] = (
-                "1"  # the place is free at once, not when the answer would have ended
-            )
+            # The place is free at once, not when the answer would have ended.
+            response.headers["retry-after"] = "1"
             held.close()
 
         hooked = anthropic.DefaultHttpxClient(event_hooks={"response": [note]})

@@ -89,9 +89,8 @@ def test_an_example_shows_what_it_says(
 def test_the_chat_example_says_that_it_needs_a_server(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = (
-            f"http://127.0.0.1:{free.getsockname()[1]}"  # bound and not listened on: connections are refused
-        )
+        # Bound and not listened on: connections are refused.
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
         done = subprocess.run(
             [sys.executable, str(FOLDER / "02_chat_stream.py"), url],
             env=environment(tmp_path),

@@ -141,9 +141,8 @@ def save_model(name: str, folder: Path, **vision: int) -> Any:
         for key, parameter in model.named_parameters():
             if "norm" in key.lower() or key.endswith("bias"):  # ones and zeros would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        model.get_output_embeddings().weight[MARK] = (
-            0  # no answer has it: the reference would look for a picture
-        )
+        # No answer has it: the reference would look for a picture.
+        model.get_output_embeddings().weight[MARK] = 0
     model.save_pretrained(folder)
     return model.float().eval()
 

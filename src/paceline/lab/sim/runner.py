@@ -96,9 +96,8 @@ class TimedRunner:
         self._acceptance = None if drafts is None else drafts.acceptance
         self._draft_sizes = () if drafts is None else drafts.sizes
         self._seed = seed
-        self.links: Links | None = (
-            None  # over which copies run beside steps; None: swaps are part of their step
-        )
+        # Over which copies run beside steps; None: swaps are part of their step.
+        self.links: Links | None = None
         self._link_free_s = [0.0, 0.0, 0.0]  # out, in, disk: when each has done everything it was given
         self._copying: list[tuple[float, int]] = []  # when each copy ends, and its ticket
         self._since_drafts = 0  # steps

@@ -38,9 +38,8 @@ class EmbeddingDefaults:
     default_prompt: str = ""  # the name of one of them, or nothing
     token_ids: tuple[int, ...] = ()  # of choice: the token that says no, and the one that says yes
     width: int = 0  # numbers of a vector
-    max_length: int | None = (
-        None  # tokens that the model was trained with; longer inputs are cut there if asked
-    )
+    # Tokens that the model was trained with; longer inputs are cut there if asked.
+    max_length: int | None = None
 
 
 def embedding_defaults(folder: ModelFolder) -> EmbeddingDefaults | None:

@@ -132,9 +132,8 @@ def emit(texts: list[str], symbols: dict[str, str], isa: Isa, machine: str, *, l
             continue
         if name not in {*LIBC, *ours}:
             raise RuntimeError(f"the kernels call {name}, which nothing offers when they are loaded")
-        if (
-            machine == "x86_64"
-        ):  # called at an address of 64 bits: it may lie anywhere (ARM gets there by itself)
+        # Called at an address of 64 bits: it may lie anywhere. ARM gets there without help.
+        if machine == "x86_64":
             function.add_function_attribute("nonlazybind")
     if isa.tune:  # from here on: the passes above would unroll every loop for a small processor
         text = re.sub(r"(?m)^(define .*?)(\s*{)?$", rf'\1 "tune-cpu"="{isa.tune}"\2', str(whole))

@@ -28,9 +28,8 @@ class Isa:
     features: str
     needs: frozenset[str]  # flags of /proc/cpuinfo
     title: str  # what a start card says
-    tune: str = (
-        ""  # the processor, as LLVM calls it, whose order of instructions is taken; that of `cpu` if empty
-    )
+    # The processor, as LLVM calls it, whose order of instructions is taken; that of `cpu` if empty.
+    tune: str = ""
 
 
 _V3 = "+avx2,+fma,+f16c,+bmi2,+popcnt,+sse4.2"

@@ -121,9 +121,8 @@ MISSED = 0.14  # the same (15 %), above which rows are taken away, and at the en
 GAIN, RELAXING = 0.7, 0.4  # of the way that would bring it to the target, and of the way back
 LARGEST_MOVE = 0.12  # of the dial, at once
 LONGEST_REST = 256  # judgements between two attempts to relax
-FAR = (
-    0.7  # logarithm below which it does not rest: half the target is another load than the one that was noisy
-)
+# Logarithm below which it does not rest: half the target is another load than the one that was noisy.
+FAR = 0.7
 FEWER = 4  # a quarter of the values will do to see that
 TRIES = 3  # judgements at the end of the dial after which a target counts as out of reach
 

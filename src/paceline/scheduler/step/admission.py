@@ -61,9 +61,8 @@ class StepDraft:
     draft_width = 0  # most guessed tokens of a row
     draft_tokens = 0  # of all rows
 
-    only_modules = (
-        False  # a request waits for a module that was evicted once: nothing but modules is admitted
-    )
+    # A request waits for a module that was evicted once: nothing but modules is admitted.
+    only_modules = False
     jumps: Jumps = NO_JUMPS
     num_jumps = 0  # runs of tokens that are placed
 

@@ -46,9 +46,8 @@ class Delta:
     logprobs: list[dict[int, Logprob]] | None
     output: CompletionOutput
     has_ended: bool
-    events: list[AnswerEvent] | None = (
-        None  # where an answer may be more than text: that, with the text in it
-    )
+    # Where an answer may be more than text: that, with the text in it.
+    events: list[AnswerEvent] | None = None
     held: str | None = None  # what would have ended it here: stop or length
     is_injected: bool = False  # it was put in from outside
 

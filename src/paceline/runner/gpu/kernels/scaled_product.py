@@ -28,9 +28,8 @@ from paceline.runner.gpu.kernels.skinny_product import (
 
 _FEWEST_ROWS = 16  # of a matrix instruction
 MAX_SPLIT_ROWS = 256  # two tiles of rows, 32 of columns and two parts: one for each multiprocessor of an H200
-INNER_STEP = (
-    32  # what the inner dimension must be a multiple of: entries of eight bits in a matrix instruction
-)
+# What the inner dimension must be a multiple of: entries of eight bits in a matrix instruction.
+INNER_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
