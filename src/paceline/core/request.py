@@ -199,7 +199,7 @@ def cut_stretches(request: Request, kept: int, block_size: int) -> int:
             whole = (*whole, cut._replace(end=end))
             modules = (*modules, replace(module, keys=keys, num_tokens=num_tokens, pin=None))
     request.stretches, request.modules = whole, modules
-    request.num_placed = min(request.num_placed, len(modules))
+    request.placed_to = min(request.placed_to, kept)
     return min(kept, cut.start)
 
 
@@ -239,10 +239,10 @@ class Request:
         "modules",
         "num_cached",
         "num_computed",
-        "num_placed",
         "num_prompt",
         "parent",
         "peak_computed",
+        "placed_to",
         "preemptions",
         "reserved",
         "row",
@@ -290,7 +290,7 @@ class Request:
         self.stretches: tuple[Stretch, ...] = ()  # of its prompt and of what was put behind it, in order
         # It computes a module: its keys are under their root, and it ends with its prompt.
         self.is_module = False
-        self.num_placed = 0  # of its modules, those that were counted as reused
+        self.placed_to = 0  # what was placed of its first tokens is counted as reused
         self.parent: RequestId | None = None
         self.branch = 0  # which branch of its parent it is; 0 for a request without one
         self.branches = 0  # how many branches were made of it

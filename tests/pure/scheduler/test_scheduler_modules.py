@@ -80,6 +80,30 @@ def test_exact_and_placed_prompts_share_nothing_behind_the_beginning() -> None:
     assert one.finished[placed].num_cached == 44 and one.finished[placed].cost.reused == 0
 
 
+def test_what_is_found_in_the_cache_is_not_counted_as_placed_too() -> None:
+    one = bench()
+    tokens, parts = around(TEXT, OTHER)
+    one.add([*tokens, 1, 2, 3, 4], modules=parts)
+    one.run()
+    # The same texts with another question: of the last of them the cache has a part, all, or nothing.
+    for num_same in (42, 43, 44, 46, 69, 70, 71, 72):
+        one.scheduler.reset_prefix_cache()
+        one.add([*tokens, 1, 2, 3, 4], modules=parts)
+        one.run()
+        asked = one.add(
+            [*tokens[:num_same], *prompt(len(tokens) + 9 - num_same, start=100 + num_same)],
+            modules=[part for part in parts if part.start + part.num_tokens <= num_same],
+        )
+        steps = len(one.seen)
+        one.run()
+        ended = one.finished[asked]
+        copied = sum(int(seen.plan.placements.count.sum()) for seen in one.seen[steps:])
+        computed = sum(seen.plan.work.prefill_tokens for seen in one.seen[steps:])
+        assert ended.cost.reused == copied
+        assert ended.num_prompt == ended.num_cached + ended.cost.reused + computed
+        assert ended.cost.recomputed <= computed
+
+
 def test_two_tenants_share_no_module() -> None:
     one = bench()
     tokens, parts = around(TEXT)

@@ -83,8 +83,9 @@ def place(state: SchedulerState, draft: StepDraft, row: int, part: Part, count: 
     draft.jumps = {**draft.jumps, row: [*draft.jumps.get(row, ()), (part.start, count)]}
     draft.spans.setdefault(row, 0)
     state.kv.place(row, stretch.item, part.start, part.start - stretch.start, count)
-    state.rows.scheduled[row] = part.start + count
-    if part.start + count == stretch.end:
+    end = state.rows.scheduled[row] = part.start + count
+    _count_placed(state, request, stretch, part.start, end)
+    if end == stretch.end:
         _record_placed(state, request, stretch)
 
 
@@ -101,20 +102,33 @@ def settle(state: SchedulerState, draft: StepDraft, seq: int) -> int:
     return sum([count for jumps in draft.jumps.values() for _, count in jumps])
 
 
+def _count_placed(state: SchedulerState, request: Request, stretch: Stretch, start: int, end: int) -> None:
+    """Tokens from `start` to `end` are placed. What is placed again after a preemption is counted once."""
+    reused = end - max(start, request.placed_to)
+    if reused <= 0:
+        return
+    is_first = request.placed_to <= stretch.start
+    recomputed = _num_recomputed(request, stretch) if is_first else 0
+    request.placed_to = end
+    cost = request.cost
+    request.cost = cost._replace(reused=cost.reused + reused, recomputed=cost.recomputed + recomputed)
+    state.counters.reused_tokens += reused
+    state.counters.recomputed_tokens += recomputed
+
+
+def _num_recomputed(request: Request, stretch: Stretch) -> int:
+    """Tokens at the beginning of a placed text that its row did not find in the cache."""
+    body = stretch.start + request.modules[stretch.item].recompute
+    return max(0, body - max(stretch.start, request.joined_at))
+
+
 def _record_placed(state: SchedulerState, request: Request, stretch: Stretch) -> None:
-    """A context stands in its place. One that is placed again after a preemption is counted once."""
+    """A context stands in its place."""
     module = request.modules[stretch.item]
-    reused = stretch.end - stretch.start - module.recompute
-    if stretch.item >= request.num_placed:
-        request.num_placed = stretch.item + 1
-        cost = request.cost
-        request.cost = cost._replace(
-            reused=cost.reused + reused, recomputed=cost.recomputed + module.recompute
-        )
-        state.counters.reused_tokens += reused
-        state.counters.recomputed_tokens += module.recompute
+    reused = stretch.end - max(stretch.start + module.recompute, request.joined_at)
     figures = (NO_NUMBER, NO_NUMBER, len(module.keys), NO_REQUEST)
-    detail = f"context {stretch.item + 1} of {len(request.modules)}: {module.recompute} tokens computed again"
+    again = _num_recomputed(request, stretch)
+    detail = f"context {stretch.item + 1} of {len(request.modules)}: {again} tokens computed again"
     state.decide(DecisionKind.PLACE, request, Rule.PLACED, reused, figures, detail=detail)
 
 
