@@ -79,6 +79,16 @@ class RouteTable:
                 return _chosen(template, candidates, method, parameters)
         return None
 
+    def meant(self, raw_path: bytes) -> str | None:
+        """The route that a path which does not exist most likely means: most often a base URL is wrong."""
+        path = "/" + "/".join(part for part in raw_path.decode("latin-1").split("/") if part)
+        described = [path for path, routes in self._exact.items() if any(route.openapi for route in routes)]
+        likely = (OF_OTHER_SERVERS.get(path), path, f"/v1{path}")
+        if found := next((route for route in likely if route in described), None):
+            return found
+        parts = (route for route in described if path.endswith(route) or path.startswith(f"{route}/"))
+        return max(parts, key=len, default=None)
+
 
 def _chosen(template: str, routes: list[Route], method: str, parameters: Mapping[str, str]) -> RouteMatch:
     allowed: list[str] = []
@@ -100,6 +110,21 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + re.escape(template[end:]))
 
 
+# What clients of Ollama, llama.cpp and SGLang ask for, and what answers it here.
+OF_OTHER_SERVERS = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/completion": "/v1/completions",
+    "/generate": "/v1/completions",
+    "/api/embed": "/v1/embeddings",
+    "/api/embeddings": "/v1/embeddings",
+    "/embedding": "/v1/embeddings",
+    "/api/tags": "/v1/models",
+    "/api/show": "/v1/models",
+    "/get_model_info": "/v1/models",
+    "/healthz": "/health",
+    "/redoc": "/docs",
+}
 TOO_MANY = 429
 PARSED_ON_THE_LOOP_BYTES = 262_144  # larger bodies are parsed beside the event loop
 
@@ -208,9 +233,10 @@ class AsgiApp:
             # While the model is loaded its routes are not there yet, and may not be called missing.
             if refusal is not None and refusal.code == "starting":
                 raise refusal
-            raise Refusal("not_found")
+            raise Refusal("not_found", _not_found(self.table.meant(scope["raw_path"])))
         if route is None:
-            raise Refusal("method_not_allowed", headers={"allow": ", ".join(match.allowed)})
+            allowed = ", ".join(match.allowed)
+            raise Refusal("method_not_allowed", f"This route takes {allowed}.", headers={"allow": allowed})
         if route.needs_admin and not caller.is_admin:
             raise Refusal("admin_only")
         headers = text_headers(scope["headers"])
@@ -257,3 +283,10 @@ class AsgiApp:
             await send_file(exchange, result)
         else:
             await send_answer(exchange, result)
+
+
+def _not_found(meant: str | None) -> str | None:
+    if meant is None:
+        return None
+    base = " A client's base URL ends in /v1." if meant.startswith("/v1/") else ""
+    return f"There is no such route; {meant} may be meant, GET /docs lists all.{base}"
