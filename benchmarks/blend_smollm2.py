@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness import Benchmark, Found, Given, flag, spread
 from paceline import LLM, SamplingParams
-from paceline.core.blending import Blending, PassagePrompt
+from paceline.core.blend_quality import Blending, PassagePrompt
 from paceline.core.stretch import ModulePart
 from paceline.engine.engine import Engine
 from paceline.runner.blending import measure_blending

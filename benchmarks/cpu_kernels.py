@@ -32,7 +32,6 @@ from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.native.arena import pack
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code, host_code
-from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.layout import (
     BF16,
     DRAW_SCRATCH,
@@ -50,6 +49,7 @@ from paceline.runner.native.model import NativeModel, build_model
 from paceline.runner.native.speed import Product, call_seconds
 from paceline.runner.native.step import NativeStep
 from paceline.runner.native.team import Parameters
+from paceline.runner.native.token_sampling import TokenSampling
 from paceline.runner.sampling.sampler import Sampler, Settled
 from paceline.runner.sizing import block_bytes
 
@@ -195,16 +195,16 @@ class Draws:
         scratch = aligned(DRAW_SCRATCH)
         self._parameters.point("scratch", scratch)
         self._arguments = np.array([self._parameters.address, at(scratch)])
-        self._drawing = Drawing(self._parameters, vocab_size)
+        self._sampling = TokenSampling(self._parameters, vocab_size)
         self.sampler = Sampler(64, vocab_size, (0,))
 
     def settle(self, logits: NDArray[np.float32], rows: Index, positions: Index) -> Settled:
         """`logits` [rows, vocabulary], each row in whole vectors."""
         self._parameters.point("logits", logits)
         self._parameters.set(logits_step=logits.shape[1] * 4)
-        self._drawing.load(self.sampler.wanted(rows, positions))
+        self._sampling.load(self.sampler.wanted(rows, positions))
         self._kernels.probe("draw", self._arguments)
-        return self._drawing.settle()
+        return self._sampling.settle()
 
 
 def model_logits(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """What structured answers cost beside the model.
 
 *check*: the schemas of Kubernetes (of the development package kubernetes-validate), with the definitions they refer to
-written into them, as far as they have at most 64 KiB: how many compile leniently, and how long the check at the door
+written into them, as far as they have at most 64 KiB: how many compile leniently, and how long the check of a request
 takes for each, in one process.
 
 *masks*: the time of a mask on one core. Answers of random allowed tokens follow some of the same schemas.

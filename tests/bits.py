@@ -24,7 +24,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch

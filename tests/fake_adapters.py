@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.engine.adapters import Work
 from paceline.errors import InvalidAdapter
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter_files import Adapter, LowRank
 
 NOTHING = np.zeros((1, 1), np.float32)
 

@@ -39,7 +39,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.adapter import NO_ADAPTER
 from paceline.engine.engine import Engine
 from paceline.lab.bench.shapes import SHAPES, write_shape
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter_files import Adapter, LowRank
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import products_of
 from paceline.runner.gpu.compile import compiling_only

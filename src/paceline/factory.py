@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
     from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
-    from paceline.models.files.pooling import EmbeddingDefaults
+    from paceline.models.files.pooling_config import EmbeddingDefaults
     from paceline.runner.stores.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 

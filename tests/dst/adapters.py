@@ -10,7 +10,7 @@ from paceline.config.engine import EngineConfig
 from paceline.core.adapter import NO_ADAPTER
 from paceline.engine.adapters import Adapters, Work
 from paceline.engine.engine import Engine
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner
 

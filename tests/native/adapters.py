@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter_files import Adapter, LowRank
 from paceline.models.spec import ModelSpec
 from paceline.runner.native.layout import PARTS
 

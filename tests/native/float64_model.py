@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.files.stored import TensorSource
 from paceline.runner.native.arena import kinds_of, matrix_names
 from paceline.runner.native.layout import Q8_FINE

@@ -31,7 +31,7 @@ from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.factory import build_engine
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from paceline.runner.cpu import CPURunner
 from paceline.runner.device_rows import DeviceRows, FlatBatch

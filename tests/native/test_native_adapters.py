@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter_files import Adapter, LowRank
 from paceline.runner.native.adapters import NativeAdapters
 from paceline.runner.native.checks import aligned
 from paceline.runner.native.code import Code

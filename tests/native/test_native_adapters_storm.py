@@ -15,7 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.runner.cpu import CPURunner
 from paceline.runner.native.step import NativeStep
 from tests.kernels import host_code

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
-from paceline.core.blending import PassagePrompt
+from paceline.core.blend_quality import PassagePrompt
 from paceline.core.events import StepEvents
 from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams

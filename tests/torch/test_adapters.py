@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from paceline.errors import ConfigError, InvalidAdapter, InvalidRequest
 from paceline.models.adapters import AdapterTables
-from paceline.models.files.adapter import open_adapter
+from paceline.models.files.adapter_files import open_adapter
 from paceline.models.files.hf_config import spec_from_config
 from paceline.models.spec import ModelSpec
 from tests.adapter_folders import ALL_SEVEN, PREFIX, Arrays, adapter_arrays, merged, write_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.engine import EngineConfig
-from paceline.core.blending import PassagePrompt, PromptPart
+from paceline.core.blend_quality import PassagePrompt, PromptPart
 from paceline.models.load import build_decoder
 from paceline.runner.blending import measure_blending
 from paceline.runner.torch_step import TorchStep

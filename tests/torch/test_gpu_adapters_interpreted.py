@@ -28,7 +28,7 @@ from paceline.engine.adapters import AdapterMemory, Adapters
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.factory import build_engine
-from paceline.models.files.adapter import open_adapter
+from paceline.models.files.adapter_files import open_adapter
 from paceline.models.files.open import Checkpoint, open_checkpoint
 from paceline.models.load import build_decoder
 from paceline.runner.cpu import CPURunner

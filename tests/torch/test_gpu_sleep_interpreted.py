@@ -23,7 +23,7 @@ from paceline.core.standing import DEVICE_LOST, WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.engine.adapters import Adapters
 from paceline.engine.engine import Engine
 from paceline.factory import build_engine
-from paceline.models.files.adapter import open_adapter
+from paceline.models.files.adapter_files import open_adapter
 from paceline.models.files.open import open_checkpoint
 from paceline.runner.gpu.adapters import AdapterRoom
 from paceline.runner.gpu.build import load_parts

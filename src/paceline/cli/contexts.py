@@ -131,7 +131,7 @@ def _remove(given: Mapping[str, Any]) -> None:
 def _check(given: Mapping[str, Any]) -> None:
     from paceline.config.engine import ModelConfig
     from paceline.config.options import pick
-    from paceline.core.blending import LEAST_KEPT
+    from paceline.core.blend_quality import LEAST_KEPT
     from paceline.text.passages import built_in, read_asked
 
     engine = engine_options(given)

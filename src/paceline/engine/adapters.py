@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from paceline.config.engine import ModelConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.errors import ConfigError, InvalidAdapter, PacelineError, UnknownAdapter
-from paceline.models.files.adapter import Adapter, PublishedAdapter, make_adapter, open_adapter
+from paceline.models.files.adapter_files import Adapter, PublishedAdapter, make_adapter, open_adapter
 from paceline.models.spec import ModelSpec
 from paceline.scheduler.scheduler import Scheduler
 

@@ -1,7 +1,7 @@
 """Whether a structure compiles, and what of it the compiler ignores: asked before a request is accepted. And where a
 pattern finds the answer in a text.
 
-`check` and `last_match` ask in this process. A server asks a process beside it (`paceline.guide.door`), which is this
+`check` and `last_match` ask in this process. A server asks a separate one (`paceline.guide.checkers`), which is this
 module run with `python -m`: it reads a question per line and answers each with a line, and can be killed.
 """
 
@@ -277,10 +277,10 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if "pattern" in asked:
-            told: Any = last_match(re.compile(asked["pattern"]), asked["text"])
+            answer: Any = last_match(re.compile(asked["pattern"]), asked["text"])
         else:
-            told = asdict(verdict_of(Structure(**asked)))
-        print(json.dumps(told), flush=True)
+            answer = asdict(verdict_of(Structure(**asked)))
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

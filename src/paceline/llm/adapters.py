@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.models.files.adapter import published
+from paceline.models.files.adapter_files import published
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class Collector:
                     continue
                 ending = endings.get(request_id)
                 if holds or branch.output.held is not None:
-                    ending = self._go_on(branch, holds.get(request_id), index) or ending
+                    ending = self._end_holds(branch, holds.get(request_id), index) or ending
                 if batch.is_injected:
                     branch.output.text += branch.text.inject([token])
                 elif branch.text.cut_at is None:
@@ -337,7 +337,7 @@ class Collector:
     def _open_branches(self, name: str) -> list[BranchOutput]:
         return [branch for branch in self._branches.values() if branch.whole.output.request_id == name]
 
-    def _go_on(self, branch: BranchOutput, holds: deque[Held] | None, index: int) -> Held | None:
+    def _end_holds(self, branch: BranchOutput, holds: deque[Held] | None, index: int) -> Held | None:
         """Token `index` comes: a hold before it is over. Returns the next one."""
         while holds and index >= holds[0].num_output:
             branch.text.hold(holds.popleft().reason.value)

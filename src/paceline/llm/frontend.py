@@ -29,7 +29,7 @@ from paceline.llm.prompts import (
     prepared_chat,
 )
 from paceline.media.pictures import open_pictures
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named

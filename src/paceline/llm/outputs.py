@@ -51,7 +51,7 @@ class CompletionOutput:
     held: str | None = None
     num_holds: int = 0  # so far
     vector: bytes = b""  # of a pooled request: little-endian float32
-    # Of its tokens, those it did not take over from another branch and that were not put in.
+    # of its tokens, those it did not take over from another branch and that were not put in
     num_generated: int = 0
 
     @property

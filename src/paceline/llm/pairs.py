@@ -22,7 +22,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, NeverFits
 from paceline.llm.prompts import MAX_CHARS_PER_TOKEN, PreparedRequest, Prompt, PromptReader
 from paceline.llm.vectors import Vector, pooled_sampling, prompted
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 LONGEST_FIRST, ONLY_SECOND = STRATEGIES = ("longest_first", "only_second")

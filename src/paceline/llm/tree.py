@@ -298,8 +298,8 @@ def now(coroutine: Coroutine[Any, Any, Value]) -> Value:
     raise AssertionError("the engine of LLM computes in place: there is nothing to wait for")
 
 
-class Told:
-    """Errors of what was told and not waited for; a branch that has ended meanwhile needs no command."""
+class CommandErrors:
+    """Errors of commands that were not waited for; a branch that has ended meanwhile needs no command."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -315,11 +315,11 @@ class Told:
 
 
 class TellingBackend:
-    """The part of a `Backend` in an event loop that keeps what was told in order."""
+    """The part of a `Backend` in an event loop that keeps commands in order."""
 
     def __init__(self) -> None:
-        self._told: set[asyncio.Task[Any]] = set()
-        self._errors = Told()
+        self._commands: set[asyncio.Task[Any]] = set()
+        self._errors = CommandErrors()
 
     async def _do(self, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -330,14 +330,14 @@ class TellingBackend:
 
     def tell(self, what: str, *args: Any, **options: Any) -> None:
         task = asyncio.ensure_future(self._do(what, args, options))
-        self._told.add(task)
+        self._commands.add(task)
         task.add_done_callback(self._note)
 
     async def settled(self) -> None:
-        while self._told:
-            await asyncio.wait(self._told)
+        while self._commands:
+            await asyncio.wait(self._commands)
         self._errors.check()
 
     def _note(self, task: asyncio.Task[Any]) -> None:
-        self._told.discard(task)
+        self._commands.discard(task)
         self._errors.note(None if task.cancelled() else task.exception())

@@ -17,7 +17,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.prompts import Prompt
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.models.files.pooling_config import EmbeddingDefaults
 
 Vector = NDArray[np.float32]
 FLOAT = np.dtype("<f4")

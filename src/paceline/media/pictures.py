@@ -20,8 +20,8 @@ from paceline.core.stretch import MediaInput, MediaPart
 from paceline.errors import ConfigError, InvalidImage
 from paceline.media.decode import check_installed, decode, rgb
 from paceline.media.headers import Header, check_sides, check_type, read_header
+from paceline.media.picture_settings import MediaSettings, media_settings
 from paceline.media.prepare import item_pixels
-from paceline.media.settings import MediaSettings, media_settings
 from paceline.media.sizes import MediaSize, media_size
 from paceline.media.sources import Picture
 from paceline.models.files.folder import ModelFolder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.media.settings import MediaSettings, PatchSettings, TileSettings
+from paceline.media.picture_settings import MediaSettings, PatchSettings, TileSettings
 from paceline.media.sizes import MediaSize, first_size
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.adapter import NO_ADAPTER
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.layers import LEAST_ROWS
 from paceline.models.spec import ModelSpec
 

@@ -4,7 +4,7 @@ texts; SigLIP and the encoders of Qwen2.5-VL and Qwen3-VL for pictures.
 All sequences of a step are one flat batch without padding. What ties the units of a sequence (tokens, patches) together
 is attention, which takes sequences of equal length together. The work is a line of 2 x layers x units positions: in
 each layer the keys and values of all units, then attention and what follows, unit by unit. Any part of it can be
-computed; between two parts hidden states wait in a `Line`. Float32 on a CPU, in torch: the reference for the native
+computed; between two parts hidden states wait in an `EncoderBatch`. Float32 on a CPU, in torch: the reference for the
 kernels, and the way of models that they do not cover.
 """
 
@@ -66,7 +66,7 @@ class Norm:
 
 
 @dataclass(slots=True)
-class End:
+class Merger:
     """Squares of patches [squares, merge * merge * hidden] to vectors."""
 
     norm: Norm | None
@@ -95,7 +95,7 @@ class EncoderLayer:
 
 
 @dataclass(slots=True)
-class Line:
+class EncoderBatch:
     """Sequences that are being computed."""
 
     x: Tensor  # [units, hidden]: hidden states
@@ -119,8 +119,8 @@ class Encoder:
         self.spec, self._options = spec, spec.encoder
         read = _Reader(source, prefix)
         self._patches: Affine | None = None
-        self._end: End | None = None
-        self._taps: dict[int, End] = {}  # by layer
+        self._end: Merger | None = None
+        self._taps: dict[int, Merger] = {}  # by layer
         self._words: Tensor | None = None
         self._places: Tensor | None = None
         self._second: Tensor | None = None
@@ -167,9 +167,9 @@ class Encoder:
         found = read.affine(name)
         return Norm(found.weight, found.bias, self.spec.norm_eps, self._options.is_rms)
 
-    def _read_end(self, read: _Reader, name: str) -> End:
+    def _read_end(self, read: _Reader, name: str) -> Merger:
         norm, inner = f"{name}.{NORM}", f"{name}.{INNER}"
-        return End(
+        return Merger(
             self._read_norm(read, norm) if read.has(norm) else None,
             read.affine(inner) if read.has(inner) else None,
             read.affine(name),
@@ -207,7 +207,7 @@ class Encoder:
     # -- pictures ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, items: Sequence[MediaInput]) -> Line:
+    def begin(self, items: Sequence[MediaInput]) -> EncoderBatch:
         """The line of a group of pictures, of which nothing is computed yet."""
         patches = self._options.patches
         assert patches is not None and self._patches is not None
@@ -235,7 +235,7 @@ class Encoder:
         return rows[:, 0] if share is None else (rows * torch.from_numpy(share)[:, :, None]).sum(1)
 
     @torch.inference_mode()
-    def vectors(self, line: Line, items: Sequence[MediaInput]) -> list[Floats]:
+    def vectors(self, line: EncoderBatch, items: Sequence[MediaInput]) -> list[Floats]:
         """Those of each picture of a line that is computed, [outputs, values]."""
         assert self._end is not None
         ends = [self._end(self._states(line)[line.squares].flatten(1)), *line.deep]
@@ -244,18 +244,18 @@ class Encoder:
 
     # -- the line ------------------------------------------------------------------------------------------
 
-    def _line(self, x: Tensor, sizes: Sequence[int], places: Tensor) -> Line:
+    def _line(self, x: Tensor, sizes: Sequence[int], places: Tensor) -> EncoderBatch:
         if self._norm is not None:
             x = self._norm(x)
         keys, values = torch.empty(2, len(x), self.spec.num_heads, self.spec.head_dim)
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        return Line(x, keys, values, bounds, [rope.cos_sin(places, places) for rope in self._ropes])
+        return EncoderBatch(x, keys, values, bounds, [rope.cos_sin(places, places) for rope in self._ropes])
 
-    def _states(self, line: Line) -> Tensor:
+    def _states(self, line: EncoderBatch) -> Tensor:
         return line.x if self._last is None else self._last(line.x)
 
     @torch.inference_mode()
-    def advance(self, line: Line, first: int, count: int) -> None:
+    def advance(self, line: EncoderBatch, first: int, count: int) -> None:
         """Compute `count` positions from `first` on, which is where the part before ended."""
         units, end = len(line.x), first + count
         while first < end:
@@ -270,7 +270,7 @@ class Encoder:
                 self._remember(line, stage // 2, start, stop)
             first += stop - start
 
-    def _remember(self, line: Line, layer: int, start: int, stop: int) -> None:
+    def _remember(self, line: EncoderBatch, layer: int, start: int, stop: int) -> None:
         """Keys and values of some units."""
         part = self._layers[layer]
         product = part.keys_values.product(self._before(part, line.x[start:stop]))
@@ -278,7 +278,7 @@ class Encoder:
         line.keys[start:stop] = self._turned(line, layer, keys, start, stop)
         line.values[start:stop] = values
 
-    def _attend(self, line: Line, layer: int, start: int, stop: int) -> None:
+    def _attend(self, line: EncoderBatch, layer: int, start: int, stop: int) -> None:
         """Attention of some units, and what follows it."""
         part = self._layers[layer]
         x = line.x[start:stop]
@@ -299,13 +299,13 @@ class Encoder:
         first = part.norms[0] if self._options.norm_first else None
         return x if first is None else first(x)
 
-    def _turned(self, line: Line, layer: int, heads: Tensor, start: int, stop: int) -> Tensor:
+    def _turned(self, line: EncoderBatch, layer: int, heads: Tensor, start: int, stop: int) -> Tensor:
         if not line.turns:
             return heads
         cos, sin = line.turns[self.spec.layer_ropes[layer]]
         return rotate(heads, cos[start:stop], sin[start:stop])
 
-    def _mixed(self, line: Line, layer: int, queries: Tensor, start: int, stop: int) -> Tensor:
+    def _mixed(self, line: EncoderBatch, layer: int, queries: Tensor, start: int, stop: int) -> Tensor:
         """Values as units `start` to `stop` see them, [units, hidden]."""
         reach = self._options.reaches[layer] if self._options.reaches else 0
         mixed = torch.empty(stop - start, self.spec.hidden_size)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
-from paceline.core.blending import UNKNOWN, Blending
+from paceline.core.blend_quality import UNKNOWN, Blending
 from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, MediaUse, PinUse, SlabUse
 from paceline.core.dial import DialSetting, DialStatus
 from paceline.core.events import Decision, Finished, Forecast, Held

@@ -28,7 +28,7 @@ from typing import Any
 from paceline.config.engine import ModelConfig
 from paceline.config.model_set import ModelShare, SharedMemory
 from paceline.config.server import ProcessConfig
-from paceline.core.blending import Blending, notices_of
+from paceline.core.blend_quality import Blending, notices_of
 from paceline.engine.conductor import Conductor, Needs, Seat
 from paceline.errors import ConfigError, PacelineError
 from paceline.factory import LoadedModel, LoadProgress, load_model

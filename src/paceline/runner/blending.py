@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.engine import EngineConfig, GroupSpec, KVConfig, ModelConfig, SchedulerConfig
-from paceline.core.blending import Blending, PassagePrompt
+from paceline.core.blend_quality import Blending, PassagePrompt
 from paceline.core.plan import (
     EMPTY,
     BlockAppends,

@@ -37,7 +37,7 @@ from paceline.core.plan import (
 )
 from paceline.core.standing import HOST_LOST, WEIGHTS_DROPPED, Pulse
 from paceline.core.stretch import MediaInput
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.device_rows import (
     DeviceRows,
@@ -102,7 +102,7 @@ class StepCompute(Protocol):
 
 
 @runtime_checkable
-class DrawingStep(StepCompute, Protocol):
+class SamplingStep(StepCompute, Protocol):
     """A step that draws tokens too, where nothing but the logits decides."""
 
     def forward_and_draw(
@@ -125,7 +125,7 @@ class CPURunner:
     ) -> None:
         self._config = config
         self._compute = compute
-        self._drawing = compute if isinstance(compute, DrawingStep) else None
+        self._sampling_step = compute if isinstance(compute, SamplingStep) else None
         self._pulse = pulse if pulse is not None else Pulse()
         spec = compute.spec
         self._kv = compute.kv
@@ -351,11 +351,11 @@ class CPURunner:
         if not len(batch.tokens):  # only blocks were moved
             return np.ones(0, np.bool_), None
         rows = self._rows
-        if self._drawing is None or not len(places.token):
+        if self._sampling_step is None or not len(places.token):
             return self._compute.forward(rows, batch, places.token), None
         sampled = batch.rows[places.row]
         wanted = self._sampler.wanted(sampled, rows.num_tokens[sampled] + places.depth)
-        return self._drawing.forward_and_draw(rows, batch, places.token, wanted)
+        return self._sampling_step.forward_and_draw(rows, batch, places.token, wanted)
 
     def _due(self, batch: FlatBatch) -> Index:
         """Which rows of the batch have computed all they know: they get a token."""

@@ -19,7 +19,7 @@ from paceline.config.encoder import EncoderWork
 from paceline.core.counters import CPUWork
 from paceline.core.plan import EMPTY, I32, EncodeJoin, Encodes, i32
 from paceline.core.stretch import MediaInput
-from paceline.models.patches import Standing, turns
+from paceline.models.patches import PlacedPicture, turns
 from paceline.models.spec import PatchSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 
@@ -165,13 +165,13 @@ class Pictures:
                 continue
             if found is None:
                 found = np.tile(batch.positions, (3, 1))
-            pictures = (self._standing(*each) for each in media)
+            pictures = (self._placed(*each) for each in media)
             found[:, first : first + end - start] = turns(pictures, start, end)
         return found
 
-    def _standing(self, begin: int, end: int, media: int) -> Standing:
+    def _placed(self, begin: int, end: int, media: int) -> PlacedPicture:
         _, rows, columns = self._held[media].grid
-        return Standing(begin, end, rows // self._merge, columns // self._merge)
+        return PlacedPicture(begin, end, rows // self._merge, columns // self._merge)
 
 
 def _rows_with_items(rows: DeviceRows, batch: FlatBatch) -> Iterator[tuple[Items, int, int, int]]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from paceline.core.counters import AdapterStats
 
 
-class Order(NamedTuple):
+class AdapterOrder(NamedTuple):
     """What the engine is to do."""
 
     number: int
@@ -35,7 +35,7 @@ class AdapterPlaces:
         self.rows: dict[int, int] = {}  # how many rows have it
         self.users: dict[int, int] = {}  # how many live requests have it
         self.last_plan: dict[int, int] = {}  # of those that rows had: the last plan with one
-        self.orders: list[Order] = []
+        self.orders: list[AdapterOrder] = []
         self.evicted = self.read = 0
         self._completed = 0  # plans
         # Of the step that is planned: in memory for a request that waits for something else, closed for new rows, and
@@ -155,7 +155,7 @@ class AdapterPlaces:
             self._evict((unwanted or free)[0])
         if self._has_place():
             self.coming.add(number)
-            self.orders.append(Order(number, comes=True))
+            self.orders.append(AdapterOrder(number, comes=True))
         return True
 
     def _close_one(self) -> None:
@@ -181,4 +181,4 @@ class AdapterPlaces:
 
     def _let_go(self, number: int) -> None:
         del self.leaving[number]
-        self.orders.append(Order(number, comes=False))
+        self.orders.append(AdapterOrder(number, comes=False))

@@ -24,7 +24,7 @@ class Body(NamedTuple):
     stretch: Stretch
 
 
-class Order(NamedTuple):
+class ModuleOrder(NamedTuple):
     """A module that is to be computed, for a request that waits."""
 
     request: Request
@@ -38,7 +38,7 @@ class Modules:
         self.rows: dict[int, tuple[Body, ...]] = {}  # of rows that place texts
         # By the last key of a module: the request that computes it, and what no request computes yet.
         self.computing: dict[bytes, RequestId] = {}
-        self.orders: dict[bytes, Order] = {}
+        self.orders: dict[bytes, ModuleOrder] = {}
         self.overtaken: set[RequestId] = set()  # a module was evicted while they waited
         self._asked: dict[RequestId, set[bytes]] = {}  # what was computed for them, or is
 
@@ -58,7 +58,7 @@ class Modules:
         if key in self.computing or key in self.orders:
             self._asked.setdefault(request.id, set()).add(key)
             return
-        self.orders[key] = Order(request, stretch)
+        self.orders[key] = ModuleOrder(request, stretch)
         asked = self._asked.setdefault(request.id, set())
         if key in asked:
             self.overtaken.add(request.id)

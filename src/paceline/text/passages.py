@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.core.blending import PassagePrompt, PromptPart
+from paceline.core.blend_quality import PassagePrompt, PromptPart
 from paceline.errors import InputError, InvalidRequest
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.placed_texts import PlacedTexts, encode_placed, joined, mark_of, new_secret

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import InputError, InvalidRequest
-from paceline.media.settings import MediaSettings, TileSettings
+from paceline.media.picture_settings import MediaSettings, TileSettings
 from paceline.media.sizes import MediaSize
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 

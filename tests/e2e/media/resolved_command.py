@@ -16,11 +16,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from paceline.cli import main
-from paceline.server.http import fetch
+from paceline.server.http import fetch_url
 
 FOLDER = Path(os.environ["PACELINE_TEST_NAMES"])
 KNOWN = json.loads((FOLDER / "names.json").read_text())
-_resolve = fetch._resolve
+_resolve = fetch_url._resolve
 _questions: Counter[str] = Counter()
 
 
@@ -38,11 +38,11 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return answers[(_questions[host] - 1) % len(answers)]
 
 
-async def connect(address: str, target: fetch.FetchTarget) -> fetch.Connection:
+async def connect(address: str, target: fetch_url.FetchTarget) -> fetch_url.Connection:
     note("dialled", f"{address} {target.host}:{target.port}")
     return await asyncio.open_connection("127.0.0.1", KNOWN["port"])
 
 
 if __name__ == "__main__":
-    with patch.object(fetch, "_resolve", resolve), patch.object(fetch, "_connect", connect):
+    with patch.object(fetch_url, "_resolve", resolve), patch.object(fetch_url, "_connect", connect):
         sys.exit(main.run(sys.argv[1:]))

@@ -53,7 +53,7 @@ def responses(*parts: Any) -> dict[str, Any]:
     return {**asked, "max_output_tokens": NUM_TOKENS, "temperature": 0}
 
 
-def test_a_large_picture_fits_the_door(server: PictureServer) -> None:
+def test_a_large_picture_fits_the_limit(server: PictureServer) -> None:
     """Larger than any other body may be."""
     part = inline(encoded(picture(1100, 1000), "BMP"), "bmp")
     reply = server.ask_chat(part, TEXT, max_tokens=1)

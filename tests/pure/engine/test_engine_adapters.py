@@ -17,7 +17,7 @@ from paceline.engine.adapters import Adapters, ThreadedReads
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidAdapter, UnknownAdapter
 from paceline.factory import build_engine
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.scheduler.scheduler import Scheduler
 from tests.fake_adapters import HeldReads, Memory, read
 from tests.fakes import FakeRunner

@@ -107,7 +107,7 @@ def test_a_finish_hook_that_raises_takes_nothing_from_other_requests(use: int) -
 
 
 @pytest.mark.parametrize("use", [1, 3])
-def test_keys_that_cannot_be_made_at_the_door_keep_the_request_out(use: int) -> None:
+def test_keys_that_cannot_be_made_keep_the_request_out(use: int) -> None:
     hooks = CountingHooks("new_keys on arrival", use)
     bench = Bench(engine_config(block_size=2), hooks=hooks)
     for start in range(4):

@@ -15,9 +15,9 @@ import pytest
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex, InvalidRequest, QueueFull
 from paceline.guide import check as check_module
-from paceline.guide import door as door_module
+from paceline.guide import checkers
 from paceline.guide.check import check, verdict_of
-from paceline.guide.door import Door
+from paceline.guide.checkers import GrammarChecker
 
 TREE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
 LIST = {**TREE, "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}}
@@ -126,13 +126,13 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.value.param == "response_format"
 
 
-def in_door(ask: Callable[[Door], Any], *arguments: Any, **options: Any) -> Any:
+def in_checker(ask: Callable[[GrammarChecker], Any], *arguments: Any, **options: Any) -> Any:
     async def run() -> Any:
-        door = Door(*arguments, **options)
+        checker = GrammarChecker(*arguments, **options)
         try:
-            return await ask(door)
+            return await ask(checker)
         finally:
-            door.close()
+            checker.close()
 
     return asyncio.run(run())
 
@@ -144,101 +144,101 @@ def script(tmp_path: Path, body: str) -> tuple[str, ...]:
 
 
 def test_a_process_answers_as_this_one_does() -> None:
-    async def ask(door: Door) -> None:
+    async def ask(checker: GrammarChecker) -> None:
         for structure in (schema({"not": {}}), schema({"type": "strin"}), schema(LIST)):
             verdict = verdict_of(structure)
             if verdict.error:
                 with pytest.raises(InvalidRequest) as refused:
-                    await door.check(structure, "response_format")
+                    await checker.check(structure, "response_format")
                 assert str(refused.value) == f"response_format: {verdict.error}"
             else:
-                names = await door.check(structure, "response_format")
+                names = await checker.check(structure, "response_format")
                 assert names == verdict.approve("response_format")
 
-    in_door(ask)
+    in_checker(ask)
 
 
 def test_what_takes_too_long_is_killed_and_others_go_on() -> None:
-    async def ask(door: Door) -> None:
-        await door.check(schema({}))  # the process has started
-        slow = asyncio.create_task(door.check(schema(SLOW), "response_format"))
+    async def ask(checker: GrammarChecker) -> None:
+        await checker.check(schema({}))  # the process has started
+        slow = asyncio.create_task(checker.check(schema(SLOW), "response_format"))
         await asyncio.sleep(0)
         begun = time.monotonic()
-        await door.check(schema({"type": "string"}))
+        await checker.check(schema({"type": "string"}))
         with pytest.raises(GrammarTooComplex, match="response_format: it takes too long"):
             await slow
         assert time.monotonic() - begun < 30  # and not the minutes it would have taken
-        await door.check(schema({"type": "array"}))
+        await checker.check(schema({"type": "array"}))
         # Remembered: no second process is spent on it.
         with pytest.raises(GrammarTooComplex):
-            await asyncio.wait_for(door.check(schema(SLOW)), 0.5)
+            await asyncio.wait_for(checker.check(schema(SLOW)), 0.5)
 
-    in_door(ask)
+    in_checker(ask)
 
 
 def test_a_crash_is_the_grammars_fault_and_the_next_one_gets_a_new_process(tmp_path: Path) -> None:
     body = "print('x' if 0 else sys.exit(3)) if 'crash' in line else " + GOOD
 
-    async def ask(door: Door) -> None:
+    async def ask(checker: GrammarChecker) -> None:
         for _ in range(2):
             with pytest.raises(GrammarTooComplex, match="crashed"):
-                await door.check(Structure(kind="regex", source="crash"))
-            assert await door.check(schema({})) == ()
+                await checker.check(Structure(kind="regex", source="crash"))
+            assert await checker.check(schema({})) == ()
 
-    in_door(ask, script(tmp_path, body))
+    in_checker(ask, script(tmp_path, body))
 
 
 def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     body = f"open({str(asked)!r}, 'a').write('x'), {GOOD}"
 
-    async def ask(door: Door) -> None:
-        await asyncio.gather(*(door.check(schema({})) for _ in range(20)))
-        await door.check(schema({}, after="</think>"))
+    async def ask(checker: GrammarChecker) -> None:
+        await asyncio.gather(*(checker.check(schema({})) for _ in range(20)))
+        await checker.check(schema({}, after="</think>"))
 
-    in_door(ask, script(tmp_path, body))
+    in_checker(ask, script(tmp_path, body))
     assert asked.read_text() == "x"
 
 
 def test_a_client_that_leaves_takes_no_answer_from_others(tmp_path: Path) -> None:
-    async def ask(door: Door) -> None:
-        first = asyncio.create_task(door.check(schema({})))
+    async def ask(checker: GrammarChecker) -> None:
+        first = asyncio.create_task(checker.check(schema({})))
         await asyncio.sleep(0)
-        second = asyncio.create_task(door.check(schema({})))
+        second = asyncio.create_task(checker.check(schema({})))
         await asyncio.sleep(0)
         first.cancel()
         assert await second == ()
 
-    in_door(ask, script(tmp_path, GOOD))
+    in_checker(ask, script(tmp_path, GOOD))
 
 
 def test_a_full_house_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "WAIT_S", 0.05)
+    monkeypatch.setattr(checkers, "WAIT_S", 0.05)
 
-    async def ask(door: Door) -> None:
-        held = asyncio.create_task(door.check(schema({})))
+    async def ask(checker: GrammarChecker) -> None:
+        held = asyncio.create_task(checker.check(schema({})))
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await door.check(schema({"type": "string"}))
+            await checker.check(schema({"type": "string"}))
         with pytest.raises(GrammarTooComplex):
             await held
 
-    in_door(ask, script(tmp_path, "pass"), check_s=0.3, max_workers=1)
+    in_checker(ask, script(tmp_path, "pass"), check_s=0.3, max_workers=1)
 
 
 def test_a_process_that_does_not_start_is_our_fault(tmp_path: Path) -> None:
-    async def ask(door: Door) -> None:
+    async def ask(checker: GrammarChecker) -> None:
         with pytest.raises(RuntimeError, match="does not start"):
-            await door.check(schema({}))
+            await checker.check(schema({}))
 
-    in_door(ask, (sys.executable, "-c", "pass"))
+    in_checker(ask, (sys.executable, "-c", "pass"))
 
 
 def test_the_worker_has_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     body = "import os; assert 'PACELINE_API_KEY' not in os.environ; " + GOOD
 
-    async def ask(door: Door) -> None:
-        assert await door.check(schema({})) == ()
+    async def ask(checker: GrammarChecker) -> None:
+        assert await checker.check(schema({})) == ()
 
-    in_door(ask, script(tmp_path, body))
+    in_checker(ask, script(tmp_path, body))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError, InvalidImage, InvalidRequest, MediaNotAllowed, UnsupportedModality
+from paceline.media.picture_settings import PatchSettings
 from paceline.media.pictures import PictureReader, open_pictures
-from paceline.media.settings import PatchSettings
 from paceline.media.sources import Picture, take_pictures
 from tests.model_folder import write_model
 from tests.pictures import encoded, picture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.media.settings import PatchSettings, TileSettings, media_settings
+from paceline.media.picture_settings import PatchSettings, TileSettings, media_settings
 from paceline.media.sizes import media_size
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.folder import ModelFolder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InvalidAdapter
-from paceline.models.files.adapter import Adapter, folder_below, open_adapter
+from paceline.models.files.adapter_files import Adapter, folder_below, open_adapter
 from tests.adapter_folders import PREFIX, Arrays, adapter_arrays, write_adapter
 from tests.pure.models.made import config, spec_of
 

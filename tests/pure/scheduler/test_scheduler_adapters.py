@@ -10,7 +10,7 @@ import pytest
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import RequestId, RequestState
 from paceline.errors import ConfigError
-from paceline.scheduler.adapters import AdapterPlaces, Order
+from paceline.scheduler.adapters import AdapterOrder, AdapterPlaces
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 
@@ -30,7 +30,7 @@ def test_a_request_has_its_adapter_read_ahead_of_its_turn() -> None:
     made = places(2, 4)
     made.add_request(1)
     made.add_request(3)  # 2 is in memory for no request
-    assert made.orders == [Order(2, comes=False), Order(3, comes=True)] and made.coming == {3}
+    assert made.orders == [AdapterOrder(2, comes=False), AdapterOrder(3, comes=True)] and made.coming == {3}
     made.add_request(4)  # all others are wanted
     assert len(made.orders) == 2
     made.arrived(3, failed=False)
@@ -43,7 +43,7 @@ def test_the_one_that_rows_left_longest_ago_goes_first() -> None:
         made.take_row(number)
         made.leave_row(number, 0)
     made.add_request(4)
-    assert made.orders[0] == Order(2, comes=False)
+    assert made.orders[0] == AdapterOrder(2, comes=False)
 
 
 def test_what_a_step_under_way_may_touch_leaves_behind_it() -> None:
@@ -58,7 +58,7 @@ def test_what_a_step_under_way_may_touch_leaves_behind_it() -> None:
     assert made.leaving == {1: 7} and not made.orders, "no second place is made"
     made.begin_step(7)
     made.want(2)
-    assert made.orders == [Order(1, comes=False), Order(2, comes=True)]
+    assert made.orders == [AdapterOrder(1, comes=False), AdapterOrder(2, comes=True)]
 
 
 def test_what_a_request_before_needs_is_not_taken() -> None:
@@ -70,7 +70,7 @@ def test_what_a_request_before_needs_is_not_taken() -> None:
     assert not made.orders and made.is_there(1)
     made.begin_step(0)
     made.want(2)  # now it comes before the request that has 1
-    assert made.orders == [Order(1, comes=False), Order(2, comes=True)]
+    assert made.orders == [AdapterOrder(1, comes=False), AdapterOrder(2, comes=True)]
 
 
 def test_a_place_with_rows_is_closed_and_one_at_a_time() -> None:
@@ -87,7 +87,7 @@ def test_a_place_with_rows_is_closed_and_one_at_a_time() -> None:
     assert not made.orders
     made.begin_step(0)
     made.want(3)
-    assert made.orders == [Order(2, comes=False), Order(3, comes=True)]
+    assert made.orders == [AdapterOrder(2, comes=False), AdapterOrder(3, comes=True)]
 
 
 def test_one_that_cannot_be_read_takes_no_place() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.blending import Blending
+from paceline.core.blend_quality import Blending
 from paceline.core.stretch import ModulePart
 from paceline.errors import PacelineError
 from paceline.server.errors import BlendUnavailable

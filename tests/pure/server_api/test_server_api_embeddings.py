@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.process.client import BranchUpdate
 from tests.pure.server_api.api_helpers import INFO, Api, Script, ending
 

@@ -85,7 +85,7 @@ def test_when_to_come_again_is_a_whole_number_in_bounds(seconds: float, told: in
     assert whole_seconds(seconds) == told
 
 
-def test_a_full_door_says_when_a_place_comes_free() -> None:
+def test_a_full_server_says_when_a_place_comes_free() -> None:
     api = Api(max_queue=1)
     api.client.next_place_s = 4.2
     api.service.facts  # noqa: B018  how many places there are is known once the model is

@@ -38,7 +38,7 @@ from paceline.lab.sim.faults import Aborts, ReplicaFaults
 from paceline.lab.sim.router import Loads
 from paceline.lab.sim.runner import Links, SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler
 

@@ -214,7 +214,7 @@ class Beam(Search):
             going = [] if is_last else [step for step in steps if step.token not in ends][: self.width]
             if not going or self._is_over(done, going[0].score / length**self.length_penalty):
                 break
-            beams, spent = await _go_on(beams, going)
+            beams, spent = await _next_beams(beams, going)
         return self.result(tree, [self._candidate(tree, each, ends) for each in done])
 
     def _is_over(self, done: list[tuple[float, list[int], str]], best_possible: float) -> bool:
@@ -255,7 +255,7 @@ def _likeliest(beams: dict[AsyncBranch, float], length: int, count: int) -> list
     return [_Step(*step, length) for step in steps[:count]]
 
 
-async def _go_on(
+async def _next_beams(
     beams: dict[AsyncBranch, float], going: list[_Step]
 ) -> tuple[dict[AsyncBranch, float], set[AsyncBranch]]:
     """The branches of the next place with their scores, and others that some of them were made of."""

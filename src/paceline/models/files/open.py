@@ -29,7 +29,7 @@ from paceline.models.files.hf_config import (
     longest,
     yarn_attention_factor,
 )
-from paceline.models.files.pooling import EmbeddingDefaults, embedding_defaults
+from paceline.models.files.pooling_config import EmbeddingDefaults, embedding_defaults
 from paceline.models.files.quantized_folder import QuantizedFiles, read_kv_scales
 from paceline.models.files.records import KINDS
 from paceline.models.files.sampling_defaults import (

@@ -21,7 +21,7 @@ from paceline.core.adapter import NO_ADAPTER
 from paceline.core.plan import RowJoins
 from paceline.errors import InvalidAdapter
 from paceline.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
-from paceline.models.files.adapter import Adapter, LowRank
+from paceline.models.files.adapter_files import Adapter, LowRank
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.host_rows import DeviceBatch
@@ -89,7 +89,7 @@ class AdapterRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AdaptedMatrix:
     """One matrix of a layer that may have an adapter."""
 
     name: str
@@ -97,19 +97,23 @@ class Part:
     outputs: int
 
 
-def products_of(spec: ModelSpec) -> dict[str, tuple[Part, ...]]:
+def products_of(spec: ModelSpec) -> dict[str, tuple[AdaptedMatrix, ...]]:
     """The parts of each product of a layer, in the order of their columns."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = {
-        QKV: (Part("q", hidden, queries), Part("k", hidden, keys), Part("v", hidden, keys)),
-        OUTPUT: (Part("o", queries, hidden),),
+        QKV: (
+            AdaptedMatrix("q", hidden, queries),
+            AdaptedMatrix("k", hidden, keys),
+            AdaptedMatrix("v", hidden, keys),
+        ),
+        OUTPUT: (AdaptedMatrix("o", queries, hidden),),
     }
     if all(spec.has_experts(layer) for layer in range(spec.num_layers)):
         return attention
     return attention | {
-        GATE_UP: (Part("gate", hidden, inner), Part("up", hidden, inner)),
-        DOWN: (Part("down", inner, hidden),),
+        GATE_UP: (AdaptedMatrix("gate", hidden, inner), AdaptedMatrix("up", hidden, inner)),
+        DOWN: (AdaptedMatrix("down", inner, hidden),),
     }
 
 

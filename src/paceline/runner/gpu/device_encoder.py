@@ -38,7 +38,7 @@ SHORTEST_MEAN = 8  # tokens of the texts that a step which is replayed has room 
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class DeviceNorm:
     """Of a layer, or behind the embedding or the last layer."""
 
     weight: Tensor
@@ -53,7 +53,9 @@ class DeviceEncoderLayer:
     mixed: DenseLinear
     inner: DenseLinear  # and the factor of its gate behind it, where it has one
     outer: DenseLinear
-    norms: tuple[Norm | None, Norm]  # of attention and of the feed-forward part, before or behind them
+    norms: tuple[
+        DeviceNorm | None, DeviceNorm
+    ]  # of attention and of the feed-forward part, before or behind them
     reach: int
     rope: int
 
@@ -199,7 +201,7 @@ class DeviceEncoder:
             update = self._fed(x, layer)
 
     def _normalize(
-        self, out: Tensor, x: Tensor, update: Tensor | None, norm: Norm, *, keeps_sum: bool = False
+        self, out: Tensor, x: Tensor, update: Tensor | None, norm: DeviceNorm, *, keeps_sum: bool = False
     ) -> None:
         layer_norm(out, x, update, norm.weight, norm.bias, epsilon=self.spec.norm_eps, keeps_sum=keeps_sum)
 
@@ -252,10 +254,10 @@ class _Tensors:
         bias = torch.cat([self._vector(name) for name in found]) if found else None
         return cast(DenseLinear, self._storage.linear(weights, bias))
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> DeviceNorm:
         """In float32: it is small."""
         bias = self._vector(f"{name}.bias").to(self._device) if f"{name}.bias" in self._names else None
-        return Norm(self._vector(f"{name}.weight").to(self._device), bias)
+        return DeviceNorm(self._vector(f"{name}.weight").to(self._device), bias)
 
     def _vector(self, name: str) -> Tensor:
         return torch.from_numpy(np.array(self._source.tensor(name).to_float32()))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.adapter import NO_ADAPTER
-from paceline.models.files.adapter import Adapter
+from paceline.models.files.adapter_files import Adapter
 from paceline.models.spec import ModelSpec
 from paceline.runner.native.checks import Range, aligned
 from paceline.runner.native.layout import BF16, COLUMNS, F16, F32, MATRICES, NUM_PARTS, PARTS, ROW_BLOCK

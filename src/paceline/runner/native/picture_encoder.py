@@ -54,7 +54,7 @@ LEAST_SIDE = 128  # positions that tables of turns begin with
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
+class Segments:
     """Units that see each other: those of each picture, or of each window."""
 
     sizes: Index  # units of each
@@ -64,7 +64,7 @@ class Seen:
     ends: Index  # of each unit, how many units see each other there
 
     @classmethod
-    def of(cls, sizes: Index) -> Seen:
+    def of(cls, sizes: Index) -> Segments:
         subs, starts = -(-sizes // SUB_BLOCK), np.cumsum(sizes) - sizes
         first_subs = np.cumsum(subs) - subs
         slots = np.repeat(first_subs * SUB_BLOCK - starts, sizes) + np.arange(sizes.sum())
@@ -83,7 +83,7 @@ class Seen:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class PictureBatch:
     """Pictures that are being computed."""
 
     x: Floats  # [units, hidden]: hidden states
@@ -92,8 +92,8 @@ class Line:
     cells: Index  # [2, units]: row and column
     # Of each rope cos and sin, [units, pairs], as far as they are worked out.
     turns: list[tuple[Floats, Floats]]
-    pictures: Seen
-    windows: Seen | None
+    pictures: Segments
+    windows: Segments | None
     kv: NDArray[np.uint8]  # keys and values of the layer under way, in sub-blocks
     table: Index
     squares: Index  # [vectors, merge * merge] the units of each vector
@@ -101,7 +101,7 @@ class Line:
 
 
 @dataclass(slots=True, eq=False)
-class End:
+class MergerLayout:
     """What makes vectors of the squares behind a layer."""
 
     row: Index  # as a layer that has a norm, of squares, and a feed-forward part only
@@ -133,7 +133,7 @@ class NativePictureEncoder(EncoderKernels):
         table, bias = "embeddings.position_embeddings.weight", PATCHES + ".bias"
         self._table = weights.read(table) if weights.has(table) else None
         self._bias = weights.read(bias) if weights.has(bias) else None
-        self._ends: dict[int, list[End]] = {}  # by the layer that they are behind
+        self._ends: dict[int, list[MergerLayout]] = {}  # by the layer that they are behind
         for number, (layer, name) in enumerate(zip((spec.num_layers - 1, *patches.taps), ends, strict=True)):
             self._ends.setdefault(layer, []).append(self._end(name, number * patches.width, matrices))
         # Of `MOST_UNITS` units, in squares: there is room for their states.
@@ -150,7 +150,7 @@ class NativePictureEncoder(EncoderKernels):
             outputs=last.outputs,
         )
 
-    def _end(self, name: str, column: int, matrices: dict[str, Matrix]) -> End:
+    def _end(self, name: str, column: int, matrices: dict[str, Matrix]) -> MergerLayout:
         weights, inner, norm = self._weights, f"{name}.{INNER}", f"{name}.{NORM}"
         parts = {"down": matrices[f"{VISION}{name}.weight"]}
         if self._patches.has_inner:
@@ -166,7 +166,7 @@ class NativePictureEncoder(EncoderKernels):
         for field, value in fields.items():
             row[LAYER[field]] = value
         of_units = name == CONNECTOR
-        return End(
+        return MergerLayout(
             row=row,
             norm=weights.vector("final_norm.weight") if of_units else 0,
             norm_bias=weights.vector("final_norm.bias") if of_units else 0,
@@ -176,20 +176,20 @@ class NativePictureEncoder(EncoderKernels):
 
     # -- lines ---------------------------------------------------------------------------------------------
 
-    def begin(self, items: Sequence[MediaInput]) -> Line:
+    def begin(self, items: Sequence[MediaInput]) -> PictureBatch:
         """The line of a group of pictures, of which nothing is computed yet."""
         patches, spec = self._patches, self.spec
-        pictures = Seen.of(np.array([item.units for item in items]))
+        pictures = Segments.of(np.array([item.units for item in items]))
         windows = None
         if patches.window:
-            windows = Seen.of(np.concatenate([window_sizes(patches, item) for item in items]))
+            windows = Segments.of(np.concatenate([window_sizes(patches, item) for item in items]))
         total, subs = sum(item.units for item in items), max(pictures.subs, windows.subs if windows else 0)
         cells = [unit_cells(patches, item) for item in items]
         begins = zip(pictures.starts, items, strict=True)
         self._make_scratch(int(pictures.sizes.max()))
         self._make_turns(1 + max(int(each.max()) for each in cells))
         pairs = [cos.shape[1] for cos, _ in self._turns]
-        return Line(
+        return PictureBatch(
             x=aligned(total * spec.hidden_size * 4).view(np.float32).reshape(total, -1),
             patches=np.concatenate([patch_bytes(patches, item) for item in items]),
             places=None if self._table is None else _joined([table_places(patches, item) for item in items]),
@@ -212,7 +212,7 @@ class NativePictureEncoder(EncoderKernels):
             if len(cos) < side:
                 self._turns[index] = rope_tables(rope, 2 * side)
 
-    def advance(self, line: Line, first: int, count: int) -> None:
+    def advance(self, line: PictureBatch, first: int, count: int) -> None:
         """Compute `count` positions from `first` on, which is where the part before ended."""
         units, end = len(line.x), first + count
         while first < end:
@@ -226,11 +226,11 @@ class NativePictureEncoder(EncoderKernels):
                 self._finish(line, behind, start, stop)
             first += stop - start
 
-    def vectors(self, line: Line, items: Sequence[MediaInput]) -> list[Floats]:
+    def vectors(self, line: PictureBatch, items: Sequence[MediaInput]) -> list[Floats]:
         """Those of each picture of a line that is computed, [outputs, values]."""
         return np.split(line.vectors, np.cumsum([item.outputs for item in items])[:-1])
 
-    def _read(self, line: Line, start: int, stop: int) -> None:
+    def _read(self, line: PictureBatch, start: int, stop: int) -> None:
         """What some units have before their patches are added, and how they turn."""
         for rope, tables, (cos, sin) in zip(self.spec.ropes, self._turns, line.turns, strict=True):
             cos[start:stop], sin[start:stop] = taken_turns(tables, rope, line.cells[:, start:stop])
@@ -246,7 +246,7 @@ class NativePictureEncoder(EncoderKernels):
         if self._bias is not None:
             x += self._bias
 
-    def _compute(self, line: Line, layer: int, stage: int, start: int, stop: int) -> None:
+    def _compute(self, line: PictureBatch, layer: int, stage: int, start: int, stop: int) -> None:
         """A stage of some units."""
         p, row, local = self._parameters, self._layers[layer], self._options.local
         seen = line.pictures
@@ -270,7 +270,7 @@ class NativePictureEncoder(EncoderKernels):
             p.point("patches", patch_values(self._patches, line.patches[start:stop]))
         self._call(line)
 
-    def _finish(self, line: Line, end: End, start: int, stop: int) -> None:
+    def _finish(self, line: PictureBatch, end: MergerLayout, start: int, stop: int) -> None:
         """The vectors of squares whose last unit is one of these: all before it are through."""
         last = line.squares[:, -1]
         ready = np.flatnonzero((last >= start) & (last < stop))
@@ -287,7 +287,7 @@ class NativePictureEncoder(EncoderKernels):
                 made = made + end.bias
             line.vectors[part, end.column : end.column + self._patches.width] = made
 
-    def _make_vectors(self, line: Line, end: End, count: int) -> None:
+    def _make_vectors(self, line: PictureBatch, end: MergerLayout, count: int) -> None:
         """Of squares whose states stand side by side: what a layer feeds forward, in other sizes and in float32."""
         p = self._parameters
         states = p.get("normed")
@@ -308,7 +308,7 @@ class NativePictureEncoder(EncoderKernels):
         finally:
             p.set(**kept)
 
-    def _call(self, line: Line) -> None:
+    def _call(self, line: PictureBatch) -> None:
         self._line = line
         self._run()
 

@@ -1,4 +1,4 @@
-"""A step computed by the native kernels (`cpu.DrawingStep`)."""
+"""A step computed by the native kernels (`cpu.SamplingStep`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
 from paceline.runner.native.adapters import NativeAdapters
 from paceline.runner.native.code import Code
-from paceline.runner.native.drawing import Drawing
 from paceline.runner.native.kv_pool import KVPool
 from paceline.runner.native.model import NativeModel
 from paceline.runner.native.step_memory import StepMemory
 from paceline.runner.native.team import Team
+from paceline.runner.native.token_sampling import TokenSampling
 from paceline.runner.pictures import NO_VECTOR, Pictures
 from paceline.runner.sampling.sampler import Settled, Wanted
 
@@ -58,7 +58,7 @@ class NativeStep:
         self.pictures: Pictures | None = None
         self.adapters = NativeAdapters(model.spec)
         self.memory = StepMemory(model, self.kv, config.scheduler.max_model_len, threads)
-        self._drawing = Drawing(self.memory.parameters, model.spec.vocab_size)
+        self._sampling = TokenSampling(self.memory.parameters, model.spec.vocab_size)
         self.team = Team(code, self.memory.parameters, threads)
         # Not the team: it ends its threads when it is let go of.
         phase = partial(self.memory.parameters.get, "phase")
@@ -86,12 +86,12 @@ class NativeStep:
     def forward_and_draw(
         self, rows: DeviceRows, batch: FlatBatch, due: Index, wanted: Wanted
     ) -> tuple[NDArray[np.bool_], Settled]:
-        self._drawing.load(wanted)
+        self._sampling.load(wanted)
         try:
             good = self.forward(rows, batch, due)
         finally:
-            self._drawing.clear()
-        return good, self._drawing.settle()
+            self._sampling.clear()
+        return good, self._sampling.settle()
 
     def forward(self, rows: DeviceRows, batch: FlatBatch, due: Index) -> NDArray[np.bool_]:
         count = self._count = len(batch.tokens)

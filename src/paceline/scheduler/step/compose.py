@@ -315,7 +315,7 @@ class Composer:
             if not self._take(draft, row, part, draft.left - end):
                 return
 
-    def _take(self, draft: StepDraft, row: int, part: stretches.Part, limit: int) -> bool:
+    def _take(self, draft: StepDraft, row: int, part: stretches.NextPart, limit: int) -> bool:
         """Compute or place what comes next of a row; False: it stops there."""
         if part.stretch is None:
             return limit > 0 and self._compute(draft, row, limit, part.end)

@@ -52,7 +52,7 @@ def reach(
     return limit
 
 
-class Part(NamedTuple):
+class NextPart(NamedTuple):
     """What comes next of a row that places texts: tokens up to a body, or what is left of one."""
 
     start: int
@@ -60,22 +60,22 @@ class Part(NamedTuple):
     stretch: Stretch | None = None  # that is placed; None: the tokens are computed
 
 
-def next_part(state: SchedulerState, draft: StepDraft, row: int) -> Part | None:
+def next_part(state: SchedulerState, draft: StepDraft, row: int) -> NextPart | None:
     """What comes next of a row; None: nothing more in this step."""
     request, start = state.rows.requests[row], state.rows.scheduled.item(row)
     if request is None or request.id not in state.prefilling:  # it has failed, or has all it knows
         return None
     body = state.modules.next_body(row, start) if row in state.modules.rows else None
     if body is None:
-        return Part(start, state.rows.num_known.item(row))
+        return NextPart(start, state.rows.num_known.item(row))
     if start < body.start:
-        return Part(start, body.start)
+        return NextPart(start, body.start)
     if draft.num_jumps >= MORE_SPANS:
         return None
-    return Part(start, body.end, body.stretch)
+    return NextPart(start, body.end, body.stretch)
 
 
-def place(state: SchedulerState, draft: StepDraft, row: int, part: Part, count: int) -> None:
+def place(state: SchedulerState, draft: StepDraft, row: int, part: NextPart, count: int) -> None:
     """The row has blocks for `count` tokens of a body: they are copied there, and it goes on behind them."""
     request, stretch = state.rows.requests[row], part.stretch
     assert request is not None and stretch is not None

@@ -197,7 +197,7 @@ def unsupported(*names: str) -> list[Field]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class GivenFields:
     """What a body gives: fields that are used, without nulls, and the names of unknown ones."""
 
     fields: Mapping[str, Any]
@@ -212,7 +212,7 @@ class FieldTable:
         self._fields = {field.name: field for field in fields}
         self._required = [field for field in self._fields.values() if field.required]
 
-    def read(self, body: Mapping[str, Any], *, strict: bool) -> Given:
+    def read(self, body: Mapping[str, Any], *, strict: bool) -> GivenFields:
         """Check a body. Unknown fields are refused when `strict`, else named in the result."""
         used: dict[str, Any] = {}
         ignored: list[str] = []
@@ -229,7 +229,7 @@ class FieldTable:
         for field in self._required:
             if field.name not in used:
                 raise InvalidRequest(f"{field.name} must be {field.kind.expected}", param=field.name)
-        return Given(fields=used, ignored=tuple(ignored))
+        return GivenFields(fields=used, ignored=tuple(ignored))
 
     def schema(self) -> Schema:
         """The JSON schema of the body."""

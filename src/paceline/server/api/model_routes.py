@@ -13,11 +13,11 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from paceline.core.blending import Blending
+from paceline.core.blend_quality import Blending
 from paceline.core.sampling import SamplingParams
 from paceline.core.standing import Standing
 from paceline.errors import InvalidAdapter, InvalidRequest
-from paceline.models.files.adapter import folder_below
+from paceline.models.files.adapter_files import folder_below
 from paceline.models.files.sampling_defaults import described_sampling
 from paceline.process.client import EngineUnavailable
 from paceline.server.access.caller import Caller

@@ -20,7 +20,7 @@ from paceline.llm.pairs import NOT_CUT, Cut, PairPlan, PooledInput, TextPair
 from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.access.caller import Caller
-from paceline.server.api.fields import FieldTable, Given
+from paceline.server.api.fields import FieldTable, GivenFields
 from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 from paceline.server.api.openai_fields import (
     CHAT,
@@ -233,7 +233,7 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def common_values(read: Given, facts: ModelFacts) -> dict[str, Any]:
+def common_values(read: GivenFields, facts: ModelFacts) -> dict[str, Any]:
     """Fields of a `ParsedBody` that every API gives under the same names, where it gives them."""
     given = read.fields
     price = given.get("max_price")

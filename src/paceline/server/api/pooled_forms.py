@@ -16,12 +16,12 @@ from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.pairs import STRATEGIES, Cut, PairPlan, PooledInput, PooledModel
 from paceline.llm.vectors import FLOAT, Vector, pooled_sampling, prompted
-from paceline.models.files.pooling import EmbeddingDefaults
+from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.server.api.fields import (
     FLAG,
     Field,
     FieldTable,
-    Given,
+    GivenFields,
     Kind,
     choice,
     shaped,
@@ -102,7 +102,7 @@ class PooledForm:
     def parse(self, body: Mapping[str, Any], facts: ModelFacts, *, strict: bool) -> ParsedBody:
         """Raises InvalidRequest whose `param` names the field."""
         self.check()
-        read: Given = self.table.read(body, strict=strict)
+        read: GivenFields = self.table.read(body, strict=strict)
         inputs, more = self.read(read.fields)
         return ParsedBody(prompts=tuple(inputs), **more, **common_values(read, facts))
 

@@ -14,7 +14,7 @@ from paceline.server.api.fields import (
     FLAG,
     Field,
     FieldTable,
-    Given,
+    GivenFields,
     ignored_header,
     list_of,
     number,
@@ -217,7 +217,7 @@ def chosen(service: Service, call: Call) -> Any:
     return chosen_branch(known, call.path.get("branch"))
 
 
-def _asked(read: Given) -> ForkAsked:
+def _asked(read: GivenFields) -> ForkAsked:
     given = read.fields
     changes = {name: given[name] for name in CHANGES if name in given}
     is_stream = given.get("stream", False)

@@ -22,7 +22,7 @@ from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.call import Call
 from paceline.server.errors import TooBusy
-from paceline.server.http.fetch import Fetcher
+from paceline.server.http.fetch_url import Fetcher
 
 NUM_THREADS = 2
 MOST_WAITING = 64  # requests whose pictures are not decoded yet

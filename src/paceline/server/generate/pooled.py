@@ -1,6 +1,6 @@
 """Inputs of a call that become vectors: their tokens, and how they are handed to the engine, a window at a time.
 
-A call with thousands of inputs takes one place at the door. Its requests reach the engine only as earlier ones end, so
+A call with thousands of inputs is one accepted call. Its requests reach the engine only as earlier ones end, so
 that they neither fill the engine's queue nor keep others waiting behind all of them.
 """
 

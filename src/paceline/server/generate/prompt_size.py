@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.blending import Blending
+from paceline.core.blend_quality import Blending
 from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.pairs import PooledInput, TextPair
 from paceline.media.sources import PARTS

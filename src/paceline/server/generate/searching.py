@@ -112,7 +112,7 @@ class TreeOverClient(TellingBackend):
             await self._client.change([stream.first], Change(paused=True))
             yield
         finally:
-            for task in (*self._tasks, *self._told):
+            for task in (*self._tasks, *self._commands):
                 task.cancel()
             for branch in self._branches:
                 branch.stream.close()

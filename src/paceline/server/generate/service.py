@@ -23,7 +23,7 @@ from paceline.core.standing import Standing
 from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.guide.check import FIELD
-from paceline.guide.door import Door
+from paceline.guide.checkers import GrammarChecker
 from paceline.llm.pairs import InputReader
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
 from paceline.media.sources import has_pictures
@@ -113,13 +113,13 @@ class Service:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-text")
         self.media_sources = MediaSources(self.settings.media_domains)
         self._pixels = MediaWork(self._chat)
-        self._door = Door()
+        self._checker = GrammarChecker()
         self._known: _LoadedModel | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pixels.close()
-        self._door.close()
+        self._checker.close()
 
     @property
     def facts(self) -> ModelFacts:
@@ -286,7 +286,7 @@ class Service:
                 body.search,
                 record,
                 self.observer,
-                self._door.find,
+                self._checker.find,
             )
             timeout_s, tenant = self._timeout_s(call), self._tenant(call, body)
             async with tree.opened(tenant, level, timeout_s, body.tree, adapter.number):
@@ -490,14 +490,14 @@ class Service:
         field = body.structure_field
         # What is not asked for by such a field, this server has written.
         is_own = field not in STRUCTURE_FIELDS
-        return await self._door.check(structure, field or FIELD, control_tokens=is_own)
+        return await self._checker.check(structure, field or FIELD, control_tokens=is_own)
 
     async def _check_tools(self, body: ParsedBody, structure: Structure | None) -> tuple[str, ...]:
         """Schemas of tools come from the client; where none is followed, the grammar is all ours."""
         if body.tools is None or structure is None or not body.tools.follows_schemas:
             return ()
         try:
-            return await self._door.check(structure, "tools", control_tokens=True)
+            return await self._checker.check(structure, "tools", control_tokens=True)
         except InvalidRequest as error:
             raise with_tool_named(error, structure, body.tools) from None
 

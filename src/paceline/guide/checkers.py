@@ -42,7 +42,7 @@ CRASHED = GrammarVerdict(
 )
 
 
-class Door:
+class GrammarChecker:
     """Checks structures for one event loop. Processes start with the first question and stay."""
 
     def __init__(
@@ -79,12 +79,12 @@ class Door:
 
     async def find(self, pattern: str, text: str) -> str | None:
         """What a pattern finds in a text: see `last_match`. Raises InvalidRequest where that takes too long."""
-        told = await self._take_turn(json.dumps({"pattern": pattern, "text": text}).encode())
-        if isinstance(told, GrammarVerdict):
+        answer = await self._take_turn(json.dumps({"pattern": pattern, "text": text}).encode())
+        if isinstance(answer, GrammarVerdict):
             raise InvalidRequest(
                 "search: the pattern takes too long to match an answer; write a simpler one", param="search"
             )
-        found: str | None = json.loads(told)
+        found: str | None = json.loads(answer)
         return found
 
     def close(self) -> None:
@@ -97,11 +97,11 @@ class Door:
 
     async def _ask(self, asked: bytes, key: bytes) -> GrammarVerdict:
         try:
-            told = await self._take_turn(asked)
+            answer = await self._take_turn(asked)
         except BaseException:
             self._verdicts.pop(key, None)
             raise
-        verdict = told if isinstance(told, GrammarVerdict) else GrammarVerdict.read(told)
+        verdict = answer if isinstance(answer, GrammarVerdict) else GrammarVerdict.read(answer)
         if verdict is LATE:
             asyncio.get_running_loop().call_later(REMEMBER_LATE_S, self._verdicts.pop, key, None)
         return verdict
@@ -115,26 +115,26 @@ class Door:
             message = "too many schemas, grammars and patterns wait to be checked; try again in a moment"
             raise QueueFull(message, retry_after_s=1) from None
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, asked)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._reply, asked)
         finally:
             self._free.release()
 
-    def _answer(self, asked: bytes) -> bytes | GrammarVerdict:
-        """In a thread of its own, which waits for one process."""
+    def _reply(self, asked: bytes) -> bytes | GrammarVerdict:
+        """In a separate thread, which waits for one process."""
         worker = self._worker()
-        told: bytes | GrammarVerdict
+        answer: bytes | GrammarVerdict
         try:
-            told = worker.ask(asked, self._check_s) or CRASHED
+            answer = worker.ask(asked, self._check_s) or CRASHED
         except TimeoutError:
-            told = LATE
+            answer = LATE
         except OSError:
-            told = CRASHED
-        if isinstance(told, GrammarVerdict):
+            answer = CRASHED
+        if isinstance(answer, GrammarVerdict):
             worker.kill()
             self._workers.discard(worker)
         else:
             self._idle.append(worker)
-        return told
+        return answer
 
     def _worker(self) -> _Worker:
         while self._idle:

@@ -1,4 +1,4 @@
-"""What a step is asked to draw, and the token of each row from what it lists.
+"""Samples the tokens of a native step: what its kernels are asked for, and the token of each row from what they list.
 
 The kernels list the tokens of a row that can be drawn (`kernels.draw`); here one of them is drawn by the definition, in
 float64, for all rows at once. Where the last bits of a sum decide, or a list was too short, the row is left to the
@@ -38,7 +38,7 @@ MASS_ERROR = 2e-5  # of a mass that the kernels summed: more than what their flo
 EPSILON = 2.0**-52
 
 
-class Drawing:
+class TokenSampling:
     """Memory for the draws of a step; grows with the rows."""
 
     def __init__(self, parameters: Parameters, vocab_size: int) -> None:
