@@ -132,6 +132,7 @@ class Command:
     defaults: Mapping[str, str | None] = field(default_factory=dict)
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, in this command only
     is_optional: bool = False  # every value is None unless given
+    instead: Mapping[str, str] = field(default_factory=dict)  # flags of other programs, and what to do here
 
     @cached_property
     def options(self) -> tuple[CommandOption, ...]:
@@ -282,7 +283,7 @@ class _CommandLine:
         if name in HELP or (name == HELP_ALL and self._command.is_long):
             self.help_page = name
         elif option is None:
-            raise no_such_option(name, [*self._command.flags, HELP[-1]])
+            raise no_such_option(name, [*self._command.flags, HELP[-1]], self._command.instead)
         elif option.is_switch:
             if equals:
                 raise InputError(f"Option '{name}' does not take a value.")
@@ -312,7 +313,9 @@ class _CommandLine:
             raise InputError(f"Got unexpected extra argument(s) ({' '.join(left)})")
 
 
-def no_such_option(name: str, known: Iterable[str]) -> InputError:
+def no_such_option(name: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> InputError:
+    if instead and name in instead:
+        return InputError(f"No such option: {name}; {instead[name]}")
     close = sorted(difflib.get_close_matches(name, known)) if name.startswith("--") else []
     hint = f" (Possible options: {', '.join(close)})" if close else ""
     return InputError(f"No such option: {name}{hint}")

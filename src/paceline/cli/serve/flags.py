@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from paceline.cli.command import Command, CommandOption
 from paceline.cli.flags import engine_options
 from paceline.cli.serve.models_file import mapping_of, number, public_name, read_values
+from paceline.cli.serve.other_flags import INSTEAD
 from paceline.config.options import flag_of, from_values, option, pick
 from paceline.config.server import (
     ApiConfig,
@@ -189,4 +190,5 @@ SERVE = Command(
         "max_queue_tokens": "100000000; --max-waiting-tokens rejects earlier",
     },
     is_optional=True,
+    instead=INSTEAD,
 )

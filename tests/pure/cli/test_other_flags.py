@@ -1,0 +1,23 @@
+"""Flags of other servers are refused with what to do instead."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from paceline.cli.serve.flags import SERVE
+from paceline.cli.serve.other_flags import INSTEAD
+from paceline.errors import InputError
+
+
+@pytest.mark.parametrize("words", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"]])
+def test_a_flag_of_another_server_is_refused_with_advice(words: list[str]) -> None:
+    with pytest.raises(InputError, match="--tensor-parallel-size; a model runs on one device"):
+        SERVE.call(words, "paceline serve")
+
+
+def test_the_advice_is_for_flags_that_are_not_here_and_names_flags_that_are() -> None:
+    assert set(INSTEAD) & set(SERVE.flags) == set()
+    named = {flag for advice in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", advice)}
+    assert named and named <= set(SERVE.flags)
