@@ -156,6 +156,7 @@ class Engine:
         tenant: str = DEFAULT_TENANT,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
+        modules: Sequence[ModulePart] = (),
         keys: Sequence[BlockKey] | None = None,
     ) -> Forecast | None:
         """When a request would have its first and last token if it came now; it is not added.
@@ -164,7 +165,7 @@ class Engine:
         """
         next_id = self._next_id
         try:
-            given = Given(tenant, service_level, self._clock.now(), adapter, keys=keys)
+            given = Given(tenant, service_level, self._clock.now(), adapter, modules=modules, keys=keys)
             branches = self._family(tokens, sampling, given)
         finally:
             self._next_id = next_id

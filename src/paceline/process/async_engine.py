@@ -297,14 +297,14 @@ class AsyncEngine:
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
+        modules: Sequence[ModulePart] = (),
     ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
         number, sender = self._numbers.next, self._ready_sender()
 
         def payload() -> bytes:
-            made = self._payload(
-                tokens, sampling, tenant, service_level, None, only_forecast=True, adapter=adapter
-            )
+            more = {"adapter": adapter, "modules": tuple(map(frames.Module.of, modules))}
+            made = self._payload(tokens, sampling, tenant, service_level, None, only_forecast=True, **more)
             self._numbers.next += 1
             return made
 

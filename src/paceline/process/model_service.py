@@ -345,6 +345,7 @@ class ModelService:
             if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
             service_level = ServiceLevel(add.service_class, add.priority)
+            modules = [each.part for each in add.modules]
             if add.only_forecast:
                 forecast = self.engine.forecast(
                     tokens,
@@ -352,6 +353,7 @@ class ModelService:
                     tenant=add.tenant,
                     service_level=service_level,
                     adapter=add.adapter,
+                    modules=modules,
                     keys=keys,
                 )
                 self._send_forecast(add.first, forecast)
@@ -370,7 +372,7 @@ class ModelService:
                 tree=add.tree,
                 adapter=add.adapter,
                 media=media,
-                modules=[each.part for each in add.modules],
+                modules=modules,
                 is_module=add.is_module,
                 keys=keys,
             )

@@ -10,7 +10,7 @@ from paceline.audit.story import story
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.parameters import Pin
 from paceline.core.plan import MORE_SPANS
-from paceline.core.request import OWN_REQUESTS, RequestId, RequestState
+from paceline.core.request import OWN_REQUESTS, Request, RequestId, RequestState
 from paceline.core.sampling import SamplingParams
 from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest, InvalidTransition, NeverFits
@@ -102,6 +102,23 @@ def test_what_is_found_in_the_cache_is_not_counted_as_placed_too() -> None:
         assert ended.cost.reused == copied
         assert ended.num_prompt == ended.num_cached + ended.cost.reused + computed
         assert ended.cost.recomputed <= computed
+
+
+def test_a_forecast_is_of_what_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench()
+    tokens, parts = around(TEXT, OTHER)
+    one.add(tokens, modules=parts)
+    one.run()
+    asked: list[Request] = []
+    monkeypatch.setattr(one.scheduler, "forecast", asked.append)
+    wanted = SamplingParams(max_tokens=4, temperature=0.0)
+    for placed in ([], parts):
+        one.engine.forecast(tokens, wanted, modules=placed)
+    found = [one.state.kv.match(request.keys, request.num_tokens).num_blocks for request in asked]
+    assert found == [0, len(tokens) // 4], "they share nothing behind the beginning"
+    assert [len(request.modules) for request in asked] == [0, 2]
+    with pytest.raises(NeverFits, match="fewer contexts"):
+        bench(num_blocks=22).engine.forecast(tokens, wanted, modules=parts)
 
 
 def test_two_tenants_share_no_module() -> None:

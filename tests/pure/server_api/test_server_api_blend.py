@@ -12,6 +12,7 @@ from paceline.core.stretch import ModulePart
 from paceline.errors import PacelineError
 from paceline.server.errors import BlendUnavailable
 from paceline.server.generate.contexts import Context
+from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import DEFAULT_CALLER, Api, ids
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -66,6 +67,35 @@ def test_each_context_has_the_tokens_it_has_alone(route: str) -> None:
     assert "modules" not in exact and text(exact["tokens"]) == text(sent["tokens"]), (
         "nothing else is different"
     )
+
+
+def test_prices_and_counts_are_of_the_tokens_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = api()
+    encode, more = made.service.tokenizer.encode, ids("!")
+    # As if each context ended inside of what is one token of the text around it.
+    monkeypatch.setattr(made.service.tokenizer, "encode", lambda text, **how: [*encode(text, **how), *more])
+    content = parts("ctx_two", "ctx_one", "ctx_two")
+    body = asked(MESSAGES, content, context_reuse="blend", model="tiny")
+    made.ask(MESSAGES, body)
+    made.ask(MESSAGES, {**body, "context_reuse": "exact"})
+    blended, exact = (len(sent["tokens"]) for sent in made.client.submitted)
+    assert blended == exact + 3
+    for reuse, count in (("blend", blended), ("exact", exact)):
+        told = {**body, "context_reuse": reuse}
+        made.client.forecast_result = forecast(0.1, 0.2)
+        assert made.ask("/v1/estimate", told)["prompt_tokens"] == count
+        del told["max_tokens"]
+        assert made.ask(f"{MESSAGES}/count_tokens", told)["input_tokens"] == count
+    assert made.client.asked[0]["modules"] == list(made.client.submitted[0]["modules"])
+    assert "modules" not in made.client.asked[1]
+
+
+def test_what_is_refused_is_refused_where_it_is_counted_too() -> None:
+    made = api(Blending())
+    body = asked(MESSAGES, parts("ctx_one"), context_reuse="blend", model="tiny")
+    for path in ("/v1/estimate", f"{MESSAGES}/count_tokens"):
+        with pytest.raises(BlendUnavailable, match="was not measured"):
+            made.ask(path, {name: value for name, value in body.items() if name != "max_tokens"})
 
 
 def test_marks_cannot_be_spelled_and_are_not_shown() -> None:

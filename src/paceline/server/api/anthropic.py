@@ -28,7 +28,7 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.generation_route import GenerationRoute, PartsWriter
+from paceline.server.api.generation_route import GenerationRoute, PartsWriter, read_body
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
@@ -44,7 +44,6 @@ from paceline.server.api.openai_fields import (
 )
 from paceline.server.api.openai_requests import (
     ParsedBody,
-    check_caller,
     checked_messages,
     common_values,
     given_sampling,
@@ -333,8 +332,7 @@ class MessagesRoute(GenerationRoute):
 
     async def count(self, call: Call) -> Answer:
         service = self.service
-        body = self._parsed(self.count_table, service.contexts.resolve(call.body, call.caller)[0])
-        check_caller(call.caller, body.model, service.facts)
+        body = read_body(service, call, lambda given: self._parsed(self.count_table, given))
         size = service.check_prompt(body)
         async with service.with_pictures(call, body) as seen:
             ids = await service.work(lambda: service.prompt_ids(seen), inline=service.is_short(seen, size))

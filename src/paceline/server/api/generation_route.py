@@ -143,6 +143,22 @@ class EventStream(AsyncGenerator[bytes, None]):
         return False
 
 
+def read_body(service: Service, call: Call, parse: Callable[[Mapping[str, Any]], ParsedBody]) -> ParsedBody:
+    """What a body asks for, which `parse` reads once texts stand in the place of its contexts, or marks of those that
+    are to be placed."""
+    secret = new_secret() if call.body.get("context_reuse") == "blend" else ""
+    given, contexts = service.contexts.resolve(call.body, call.caller, secret)
+    body = parse(given)
+    if contexts:
+        body = replace(body, contexts=contexts)
+        if secret:
+            placed = PlacedTexts(secret=secret, texts=tuple(context.text for context in contexts))
+            body = replace(body, template={**body.template, "placed": placed})
+    check_caller(call.caller, body.model, service.facts)
+    check_blend(body, service.client.info.blending, service.model.names, sees=service.sees(body))
+    return body
+
+
 class GenerationRoute:
     """The handler of a route that generates: `answer` is the way of every request. A subclass reads bodies in the
     shape of its API (`parse`) and shapes answers: frame by frame (`writer`) or at once (`whole`)."""
@@ -172,16 +188,7 @@ class GenerationRoute:
     async def answer(self, call: Call) -> Answer | Events:
         service = self.service
         service.check_ready(call)
-        secret = new_secret() if call.body.get("context_reuse") == "blend" else ""
-        given, contexts = service.contexts.resolve(call.body, call.caller, secret)
-        body = self.parse(given)
-        if contexts:
-            body = replace(body, contexts=contexts)
-            if secret:
-                placed = PlacedTexts(secret=secret, texts=tuple(context.text for context in contexts))
-                body = replace(body, template={**body.template, "placed": placed})
-        check_caller(call.caller, body.model, self.service.facts)
-        check_blend(body, service.client.info.blending, service.model.names, sees=service.sees(body))
+        body = read_body(service, call, self.parse)
         if body.search is not None:
             found = await service.search(call, body)
             shown = self.found(call, body, found)

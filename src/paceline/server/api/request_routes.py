@@ -21,6 +21,7 @@ from paceline.server.api.fields import (
     shaped,
     whole,
 )
+from paceline.server.api.generation_route import read_body
 from paceline.server.api.openai_fields import (
     CHAT,
     COMPLETIONS,
@@ -31,13 +32,12 @@ from paceline.server.api.openai_fields import (
     kind_of,
     sampling_fields,
 )
-from paceline.server.api.openai_requests import BodyParser, ParsedBody, check_caller
+from paceline.server.api.openai_requests import BodyParser, ParsedBody
 from paceline.server.api.openai_routes import OpenAIRoute
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.estimates import estimate_body
 from paceline.server.generate.generation import Generation
-from paceline.server.generate.prompt_size import check_blend
 from paceline.server.generate.requests import Explanations, change_request
 from paceline.server.generate.service import Service
 from paceline.server.generate.trees import ForkAsked, LiveBranch, chosen_branch, prune, show_tree
@@ -119,12 +119,10 @@ def estimate_routes(service: Service) -> list[Route]:
 
     async def estimate(call: Call) -> Answer:
         service.check_loaded()
-        given, _ = service.contexts.resolve(call.body, call.caller)
-        if ("prompt" in given) == ("messages" in given):
+        if ("prompt" in call.body) == ("messages" in call.body):
             raise InvalidRequest("give either prompt or messages", param="prompt")
-        body = (chat if "messages" in given else completions).parse(given, service.facts)
-        check_caller(call.caller, body.model, service.facts)
-        check_blend(body, service.client.info.blending, service.model.names, sees=service.sees(body))
+        parser = chat if "messages" in call.body else completions
+        body = read_body(service, call, lambda given: parser.parse(given, service.facts))
         if len(body.prompts) > 1:
             raise InvalidRequest("an estimate is of one prompt", param="prompt")
         found = estimate_body(body.model, await service.estimate(call, body))

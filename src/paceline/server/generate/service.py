@@ -162,7 +162,12 @@ class Service:
             self._quote(call, body, service_level.service_class)  # with the price it accepts
             tenant, adapter = self._tenant(call, body), self._adapter(body).number
             forecast = await self.client.forecast(
-                ids, sampling, tenant=tenant, service_level=service_level, adapter=adapter
+                ids,
+                sampling,
+                tenant=tenant,
+                service_level=service_level,
+                adapter=adapter,
+                modules=prepared.modules,
             )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
