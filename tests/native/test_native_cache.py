@@ -272,6 +272,18 @@ def test_a_compiler_that_is_ended_is_a_sentence(
     assert not list(folder.glob("*.bin"))
 
 
+def test_a_compiler_that_takes_too_long_is_a_sentence_that_says_what_to_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(code_module, "COMPILE_S", 0.1)
+    with pytest.raises(KernelsUnavailable, match=r"not compiled within 0.1 s; run paceline warm"):
+        load_code(host_isa(), folder, lambda sentence: None)
+
+
 ALONE = """
     import sys, time
     from pathlib import Path

@@ -206,7 +206,12 @@ def _compiled(isa: Isa, say: Callable[[str], None]) -> bytes:
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=COMPILE_S)
             if not done.returncode:
                 return path.read_bytes()
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        what_to_do = "run paceline warm when the machine is less busy, then start again"
+        raise KernelsUnavailable(
+            f"the CPU kernels were not compiled within {COMPILE_S:g} s; {what_to_do}"
+        ) from error
+    except OSError as error:
         raise KernelsUnavailable(f"the CPU kernels could not be compiled: {error}") from error
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     raise KernelsUnavailable(f"the CPU kernels could not be compiled ({done.returncode}): {last}")
