@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from paceline.config.model_set import ModelShare
 from paceline.core.plan import Runner
 from paceline.core.standing import WEIGHTS_DROPPED, Standing
 from paceline.engine.conductor import Conductor, SleepOrder
@@ -335,7 +336,7 @@ class EngineService:
         model.sleeps += 1
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
-        _logger.info("the model %s sleeps (level %d)", self._name(order.model), level)
+        _logger.info("%s sleeps (level %d)", self._name(order.model), level)
 
     def _finish_leaving(self, number: int, leaving: Leaving) -> None:
         level = self._conductor.seats[number].level
@@ -370,15 +371,15 @@ class EngineService:
             self._conductor.woke(number, now_s, seconds)
             model.wakes += 1
             model.last_wake_s = seconds
-            _logger.info("the model %s is awake after %.3f s", self._name(number), seconds)
+            _logger.info("%s is awake after %.3f s", self._name(number), seconds)
             return
-        _logger.error("the model %s could not be woken: %s", self._name(number), _one_line(error))
+        _logger.error("%s could not be woken: %s", self._name(number), _one_line(error))
         if self._trade is not None:
             self._trade.slept(number)
         self._conductor.wake_failed(number)  # the second time in a row, the other side ends its requests
 
     def _name(self, number: int) -> str:
-        return self._conductor.seats[number].config.name or str(number)
+        return called(self._conductor.seats[number].config)
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -409,3 +410,8 @@ class EngineService:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:512]
+
+
+def called(share: ModelShare) -> str:
+    """A model in the log; one that shares its device with no other has no name here."""
+    return f"the model {share.name}" if share.name else "the model"
