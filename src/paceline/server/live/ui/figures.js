@@ -121,6 +121,7 @@ export function drawGauges(place, figures, snapshot, blocks, numSlots) {
   values.forEach(([name, value], index) => {
     const [number, label] = place.children[index].children;
     number.textContent = typeof value === "number" ? value.toLocaleString("en") : value;
+    number.classList.toggle("long", number.textContent.length > 7);
     label.textContent = name;
   });
 }
