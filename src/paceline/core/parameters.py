@@ -110,7 +110,7 @@ class Pin(NestedParameter):
 
     NAME = "pin"
 
-    ttl_s: int  # from its end on
+    ttl_s: int  # from its end on; of a context that is there, from when the request came
     name: str = ""  # of a context
     num_tokens: int | None = None  # of the prompt, from its beginning; None: all of them
     # The request is there for nothing else: it ends once its prompt is computed, without output, and is refused where

@@ -14,6 +14,7 @@ from paceline.core.events import DecisionKind, Rule, TokenEvents
 from paceline.core.plan import I32
 from paceline.core.request import PlacedStretches, Request
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step import pinning
 
 
 def inject(
@@ -30,7 +31,7 @@ def inject(
         min_tokens=min(total, least + count if first < least else least),
     )
     request.tokens = np.concatenate([request.tokens, tokens])
-    request.modules += placed.modules
+    request.modules += pinning.count_from_arrival(state, request, placed.modules)
     request.stretches += placed.stretches
     request.cost = request.cost._replace(injected=request.cost.injected + count)
     if request.tree is not None:

@@ -459,6 +459,27 @@ def test_an_injected_text_pins_its_module_too() -> None:
     one.scheduler.unpin("default", "ctx")
 
 
+def test_a_module_is_pinned_for_what_is_left_of_its_time() -> None:
+    """Counted from when the request came, or the text was put in."""
+    one = pinning()
+    tokens, parts = around(TEXT)
+    pinned = [part._replace(pin=Pin(ttl_s=20, name="ctx")) for part in parts]
+    late = one.add(tokens, modules=pinned)
+    one.scheduler.pause(late)
+    request = held(one, prompt(6))
+    one.clock.advance(25.0)
+    one.scheduler.resume(late)
+    while late not in one.finished:
+        one.step()
+    assert one.finished[late].cost.reused == 24 and not one.finished[late].cost.pinned
+    one.extend(request, tokens, 3, pinned)
+    go_on(one, request)
+    (pin,) = one.state.kv.pins
+    left_us = pin.until_us - one.state.kv.block_time.now_us
+    assert 18_000_000 < left_us <= 20_000_000
+    one.scheduler.unpin("default", "ctx")
+
+
 def test_a_module_whose_request_is_paused_is_computed_by_another() -> None:
     one = bench()
     (paused,) = one.engine.add(TEXT, SamplingParams(max_tokens=1), is_module=True)

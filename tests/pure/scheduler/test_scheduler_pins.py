@@ -134,6 +134,26 @@ def test_a_deleted_pin_is_not_made_again_by_what_uses_it() -> None:
     assert len(bench.tokens[user]) == 6 and not bench.state.kv.pins
 
 
+def test_a_context_is_not_pinned_for_longer_by_what_uses_it() -> None:
+    """What is left of its time was counted when the request came, not when it ended."""
+    bench = make_bench()
+    bench.add(prompt(13), 1, pin=Pin(ttl_s=60, name="ctx", computes=True))
+    bench.run()
+    used = bench.add(prompt(14), 6, pin=Pin(ttl_s=60, name="ctx", num_tokens=13))
+    late = bench.add(prompt(14), 6, pin=Pin(ttl_s=20, name="late", num_tokens=13))
+    while not (bench.tokens[used] and bench.tokens[late]):
+        bench.step()
+    bench.clock.advance(30.0)
+    bench.run()
+    assert bench.finished[used].cost.pinned_block_us <= 3 * 1_000_000, (
+        "its time was paid for, but for a second"
+    )
+    assert not bench.finished[late].cost.pinned, "it was over while the request ran"
+    bench.clock.advance(31.0)
+    flood(bench)
+    assert not bench.state.kv.pins
+
+
 def test_a_failed_step_loses_pins_and_the_next_request_pins_again() -> None:
     bench = make_bench()
     wanted = Pin(ttl_s=600, name="ctx", num_tokens=16)

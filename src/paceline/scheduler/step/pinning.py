@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, Rule
-from paceline.core.parameters import Pin
+from paceline.core.parameters import MAX_PIN_S, Pin
 from paceline.core.request import ModuleRef, Request, RequestId, account_of
 from paceline.errors import InvalidRequest, PacelineError, PinsFull
 from paceline.kv.pins import NO_LIMIT, Bought, Pins
@@ -58,7 +58,7 @@ def objection_to(state: SchedulerState, request: Request) -> PacelineError | Non
 
 def keep(state: SchedulerState, request: Request) -> None:
     """A request on a row has come to its end: what it has computed of its prompt is pinned, if it wants that."""
-    wanted, kv = request.sampling.pin, state.kv
+    wanted, kv = _left_of(state, request, request.sampling.pin), state.kv
     if wanted is None or not kv.pins.most:
         return
     num_tokens = min(request.num_prompt, wanted.num_tokens or request.num_prompt)
@@ -71,7 +71,7 @@ def keep(state: SchedulerState, request: Request) -> None:
 def keep_module(state: SchedulerState, request: Request, module: ModuleRef) -> None:
     """A request has placed a text whose module is to be pinned: that is made up for where it was lost. All of it or
     nothing, because a part of a module cannot be placed."""
-    wanted, pins = module.pin, state.kv.pins
+    wanted, pins = _left_of(state, request, module.pin), state.kv.pins
     tenant = account_of(request.tenant)
     if wanted is None or pins.is_pinned(tenant, wanted.name, module.keys):
         return
@@ -79,6 +79,21 @@ def keep_module(state: SchedulerState, request: Request, module: ModuleRef) -> N
     if pins.lacking(tenant, module.keys) <= min(pins.room_for(tenant), beside):
         bought = pins.pin(request.id, tenant, wanted.name, module.keys, wanted.ttl_s, beside)
         _note(state, request, wanted, bought)
+
+
+def count_from_arrival(
+    state: SchedulerState, request: Request, modules: tuple[ModuleRef, ...]
+) -> tuple[ModuleRef, ...]:
+    """Modules of what is put into a request now, with pins that count from when the request came, as all of its do."""
+    gone_s = _waited_s(state, request)
+    return tuple(
+        [
+            replace(each, pin=replace(each.pin, ttl_s=min(MAX_PIN_S, each.pin.ttl_s + gone_s)))
+            if each.pin is not None
+            else each
+            for each in modules
+        ]
+    )
 
 
 def unpin(state: SchedulerState, tenant: str, name: str) -> bool:
@@ -104,6 +119,18 @@ def settle(state: SchedulerState) -> None:
     pins.expire()
     if pins.ended:
         _record(state, pins)
+
+
+def _left_of(state: SchedulerState, request: Request, wanted: Pin | None) -> Pin | None:
+    """What is left of a pin. That of a context ends with it: its time was counted when the request came."""
+    if wanted is None or not wanted.name or wanted.computes:
+        return wanted
+    left_s = wanted.ttl_s - _waited_s(state, request)
+    return replace(wanted, ttl_s=left_s) if left_s > 0 else None
+
+
+def _waited_s(state: SchedulerState, request: Request) -> int:
+    return max(0, int(state.now_s - request.arrival_s))
 
 
 def _note(state: SchedulerState, request: Request, wanted: Pin, bought: Bought) -> None:
