@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 from paceline.errors import ConfigError
 from paceline.models.files.head_folder import HeadFiles, head_tensors, new_head, write_head
 from paceline.models.files.open import open_checkpoint
-from paceline.scheduler import sized_drafts
+from paceline.scheduler import draft_budget
 from tests.gpu.engine_cases import ENGINE, PROMPTS, engine, saved, tokens_of
 
 NUM_NEW = 50
@@ -93,7 +93,7 @@ def test_guesses_change_no_token_where_numbers_are_exact(tmp_path: Path, name: s
 def test_how_steps_are_run_changes_no_byte(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sized_drafts, "GAIN", 0.0)  # drafts, even where launching them takes longest
+    monkeypatch.setattr(draft_budget, "GAIN", 0.0)  # drafts, even where launching them takes longest
     config = drafts_of(tmp_path, "llama", kind)
     found = []
     for eager in (False, True):

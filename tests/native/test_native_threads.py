@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from paceline import LLM, SamplingParams
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 from paceline.runner.machine_load import FreeCores, MachineLoad
-from paceline.runner.native import interrupts
-from paceline.runner.native.interrupts import StepInterrupted
+from paceline.runner.native import team as team_module
 from paceline.runner.native.layout import LINE, PHASES, SEMAPHORE, SYNC_BYTES, Y_ASLEEP
 from paceline.runner.native.model import build_model
 from paceline.runner.native.step import TIMED_EVERY, NativeStep
-from paceline.runner.native.team import JOIN_S
+from paceline.runner.native.team import JOIN_S, StepInterrupted
 from tests.bits import Changing, Circumstances
 from tests.kernels import host_code
 from tests.model_folder import write_model
@@ -287,7 +286,7 @@ def test_a_step_that_goes_on_after_an_interrupt_is_ended(
     expected = long_step.logits(due).copy()
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(team_module, "PATIENCE_S", 0.0)
         phase = long_step.memory.parameters.get("phase")
         threading.Thread(target=interrupt, args=(long_step, phase)).start()
         with pytest.raises(StepInterrupted):
@@ -310,7 +309,7 @@ def test_a_patient_interrupt_lets_short_steps_end(step: NativeStep) -> None:
     try:
         threading.Thread(target=interrupt, args=(step, step.memory.parameters.get("phase"))).start()
         first = compute(step)
-        deadline_s = time.monotonic() + 2 * interrupts.PATIENCE_S
+        deadline_s = time.monotonic() + 2 * team_module.PATIENCE_S
         while time.monotonic() < deadline_s:
             assert compute(step) == first
     finally:

@@ -18,10 +18,9 @@ from typing import Any
 from paceline.config.engine import ModelConfig
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.errors import ConfigError, InvalidImage
-from paceline.media.decode import check_installed, decode, rgb
+from paceline.media.decode import check_installed, decode, item_pixels, rgb
 from paceline.media.headers import Header, check_sides, check_type, read_header
 from paceline.media.picture_settings import MediaSettings, media_settings
-from paceline.media.prepare import item_pixels
 from paceline.media.sizes import MediaSize, media_size
 from paceline.media.sources import Picture
 from paceline.models.files.folder import ModelFolder

@@ -131,7 +131,7 @@ def merged_units(patches: PatchSpec, given: MediaInput) -> Index:
     return units.reshape(-1, merge * merge)
 
 
-class PlacedPicture(NamedTuple):
+class PicturePlace(NamedTuple):
     """A picture in a sequence: where its vectors begin and end, and the rows and columns that they are of."""
 
     begin: int
@@ -140,7 +140,7 @@ class PlacedPicture(NamedTuple):
     columns: int
 
 
-def turns(pictures: Iterable[PlacedPicture], start: int, end: int) -> Index:
+def turns(pictures: Iterable[PicturePlace], start: int, end: int) -> Index:
     """By what the tokens `start` to `end` of a sequence turn, [3, tokens]: time, row and column.
 
     All three are the position in text. In a picture time stands still, and it takes as many turns as its longer side

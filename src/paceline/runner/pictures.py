@@ -19,7 +19,7 @@ from paceline.config.encoder import EncoderWork
 from paceline.core.counters import CPUWork
 from paceline.core.plan import EMPTY, I32, EncodeJoin, Encodes, i32
 from paceline.core.stretch import MediaInput
-from paceline.models.patches import PlacedPicture, turns
+from paceline.models.patches import PicturePlace, turns
 from paceline.models.spec import PatchSpec
 from paceline.runner.device_rows import DeviceRows, FlatBatch
 
@@ -169,9 +169,9 @@ class Pictures:
             found[:, first : first + end - start] = turns(pictures, start, end)
         return found
 
-    def _placed(self, begin: int, end: int, media: int) -> PlacedPicture:
+    def _placed(self, begin: int, end: int, media: int) -> PicturePlace:
         _, rows, columns = self._held[media].grid
-        return PlacedPicture(begin, end, rows // self._merge, columns // self._merge)
+        return PicturePlace(begin, end, rows // self._merge, columns // self._merge)
 
 
 def _rows_with_items(rows: DeviceRows, batch: FlatBatch) -> Iterator[tuple[Items, int, int, int]]:

@@ -52,11 +52,11 @@ from paceline.kv.wishes import Wishes
 from paceline.policy import Policy, RequestView
 from paceline.scheduler.adapters import AdapterPlaces
 from paceline.scheduler.dial.engine_dial import Dial
+from paceline.scheduler.draft_budget import make_budget
 from paceline.scheduler.encodings import Encodings, Group
 from paceline.scheduler.modes import Mode
 from paceline.scheduler.modules import Modules, bodies_of
 from paceline.scheduler.rows import Rows
-from paceline.scheduler.sized_drafts import make_budget
 from paceline.scheduler.step_sizes import StepSizes
 from paceline.scheduler.tenants import OutputStats, TenantAccounting
 from paceline.scheduler.view_columns import row_view

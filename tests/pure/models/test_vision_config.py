@@ -12,7 +12,7 @@ from paceline.costs.presets import EncoderShape, model_shape
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.encoder import CLIP_MEAN
 from paceline.models.files.stored import tensor_names
-from paceline.models.patches import PlacedPicture, turns
+from paceline.models.patches import PicturePlace, turns
 from paceline.models.spec import ModelSpec
 from tests.pure.models.made import spec_of
 
@@ -217,7 +217,7 @@ def test_more_deep_vectors_than_layers_are_refused() -> None:
 
 def test_tokens_behind_pictures_turn_by_less_than_they_are_far() -> None:
     """3 tokens, a picture of 2 x 4 vectors, 2 tokens, one of 3 x 1, 2 tokens; in parts too."""
-    pictures = [PlacedPicture(3, 11, 2, 4), PlacedPicture(13, 16, 3, 1)]
+    pictures = [PicturePlace(3, 11, 2, 4), PicturePlace(13, 16, 3, 1)]
     time = [0, 1, 2] + [3] * 8 + [7, 8] + [9] * 3 + [12, 13]
     rows = [0, 1, 2] + [3] * 4 + [4] * 4 + [7, 8] + [9, 10, 11] + [12, 13]
     columns = [0, 1, 2] + [3, 4, 5, 6] * 2 + [7, 8] + [9] * 3 + [12, 13]

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.config.speculative import DraftConfig
 from paceline.core.plan import DRAFT_KINDS, EMPTY, DraftTally, StepResult, StepTimes, StepWork
-from paceline.scheduler.sized_drafts import SizedBudget
+from paceline.scheduler.draft_budget import SizedBudget
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 FLAT = tuple(0.004 + 1e-7 * size for size in SIZES)  # reading weights is all it takes

@@ -10,10 +10,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from paceline.errors import InvalidImage
-from paceline.media.decode import decode
+from paceline.media.decode import decode, item_pixels
 from paceline.media.headers import read_header
 from paceline.media.picture_settings import MediaSettings, PatchSettings, TileSettings
-from paceline.media.prepare import item_pixels
 from paceline.media.sizes import media_size
 from tests.pictures import sixty
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import threading
 import time
 import weakref
@@ -12,10 +13,8 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runner.native import interrupts
 from paceline.runner.native.checks import Checks, MemoryViolation, Range, aligned, guards_hold
 from paceline.runner.native.code import Code
-from paceline.runner.native.interrupts import StepInterrupted
 from paceline.runner.native.layout import (
     LAP_BYTES,
     LINE,
@@ -109,7 +108,7 @@ class Team:
         self._is_forked = False
         self._is_running = False
         _teams.add(self)
-        interrupts.watch(self)
+        watch_for_interrupts(self)
         # A team that is let go of ends its threads: they read memory that goes with it.
         weakref.finalize(self, _end, self._threads, parameters, self._libc).atexit = False
         self.start(threads)
@@ -229,3 +228,58 @@ def _end(threads: list[threading.Thread], parameters: Parameters, libc: ctypes.C
             _logger.error("%s did not end within a second", thread.name)
     threads.clear()
     parameters.set(stop=0, threads=1)
+
+
+# Ctrl-C while a step computes: Python handles signals when the step's one call has returned. Most steps end soon; one
+# that still computes after `PATIENCE_S` is ended by a thread that the system wakes. Only where this process
+# handles the signal in Python and nothing else listens in this way: the engine process of a server ignores it.
+PATIENCE_S = 0.2
+
+
+class StepInterrupted(RuntimeError):
+    """A step that was ended before it was complete: what it has stored is of no use."""
+
+
+_watched_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+_installed = threading.Event()
+
+
+def watch_for_interrupts(team: Team) -> None:
+    """From here on an interrupt ends the steps of a team, where this process can know of it."""
+    _watched_teams.add(team)
+    in_main = threading.current_thread() is threading.main_thread()
+    if _installed.is_set() or not in_main or not callable(signal.getsignal(signal.SIGINT)):
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    other = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if other != -1:  # an event loop's, which handles signals itself
+        signal.set_wakeup_fd(other)
+        os.close(read)
+        os.close(write)
+        return
+    _installed.set()
+    threading.Thread(target=_listen, args=(read,), name="interrupts", daemon=True).start()
+
+
+def _listen(read: int) -> None:
+    while True:
+        if signal.SIGINT not in os.read(read, 64):
+            continue
+        under_way = [
+            (team, step) for team in list(_watched_teams) if (step := team.running_step()) is not None
+        ]
+        if under_way:
+            time.sleep(PATIENCE_S)
+        for team, step in under_way:
+            team.interrupt(step)
+
+
+def _forget_signals() -> None:
+    """A child writes to the same pipe, and has no thread that reads it."""
+    if _installed.is_set():
+        _installed.clear()
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)
