@@ -25,7 +25,16 @@ TEXTS = tuple(
 )
 QUESTION = {"type": "text", "text": "Who keeps the mill?"}
 # Of 16,383 blocks a key may pin 96: 1,536 tokens.
-FLAGS = ("--context-reuse", "blend", "--max-model-len", "4096", "--max-pinned-fraction-per-key", "0.006")
+FLAGS = (
+    "--cpu-backend",
+    "torch",
+    "--context-reuse",
+    "blend",
+    "--max-model-len",
+    "4096",
+    "--max-pinned-fraction-per-key",
+    "0.006",
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +110,35 @@ def test_the_other_apis_blend_too(server: ClientServer, contexts: list[str], rou
     assert reply.status == 200, reply.body
     if route == "/v1/responses":
         assert reply.json["usage"]["input_tokens_details"]["reused_tokens"] > 0
+
+
+def test_a_receipt_tells_what_was_placed_computed_and_cached(server: ClientServer) -> None:
+    """Of the same contexts at first, with another question, and in another order; an estimate knows before."""
+    made = [
+        create(server, text=f"{word}, {text}", pin=False)["id"]
+        for word, text in zip("ab", TEXTS, strict=False)
+    ]
+    told = []
+    for order, question in ((made, "Who?"), (made, "Where is that?"), (made[::-1], "Who?")):
+        content = [*named(*order)[:-1], {"type": "text", "text": question}]
+        body = {**GREEDY, "messages": [{"role": "user", "content": content}], "context_reuse": "blend"}
+        estimate = server.ask("POST", "/v1/estimate", body).json
+        before = server.metric("reused_tokens_total"), server.metric("reused_tokens_recomputed_total")
+        answer = server.ask("POST", "/v1/chat/completions", body, **{"x-paceline-receipt": "true"}).json
+        usage, details = answer["usage"], answer["usage"]["prompt_tokens_details"]
+        receipt = {"reused_tokens": 0, "reused_tokens_recomputed": 0, **usage["paceline"]}
+        parts = ("prompt_tokens_computed", "prompt_tokens_cached", "reused_tokens")
+        assert sum(receipt[part] for part in parts) == usage["prompt_tokens"] == estimate["prompt_tokens"]
+        assert details["cached_tokens"] == receipt["prompt_tokens_cached"] == estimate["cached_tokens"]
+        assert reused(answer) == receipt["reused_tokens"]
+        after = server.metric("reused_tokens_total"), server.metric("reused_tokens_recomputed_total")
+        counted = receipt["reused_tokens"], receipt["reused_tokens_recomputed"]
+        assert counted == tuple(now - then for now, then in zip(after, before, strict=True))
+        told.append((receipt["prompt_tokens_cached"], *counted))
+    first, same, turned = told
+    assert first[2] == turned[2] == 2 * 16, "the beginning of each"
+    assert turned[1] == first[1] and turned[0] == first[0], "what stands before the contexts was there"
+    assert same[0] > first[1] and same[1] < 16 and not same[2], "at most the end of the last is not cached"
 
 
 def test_keys_have_modules_of_their_own(server: ClientServer, contexts: list[str]) -> None:
