@@ -229,6 +229,54 @@ def test_cors_is_off(server: FakeServer) -> None:
     assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
+PREFLIGHT = (
+    "Origin: https://app.example:8443",
+    "Access-Control-Request-Method: POST",
+    "Access-Control-Request-Headers: authorization,content-type",
+)
+
+
+@pytest.fixture(scope="module")
+def crossed() -> Iterator[FakeServer]:
+    origins, key = "https://app.example:8443, http://localhost:3000", {"PACELINE_API_KEY": "secret"}
+    with fake_server(allowed_origins=origins, environment=key) as running:
+        yield running
+
+
+def test_a_page_of_an_allowed_origin_may_ask_first_and_needs_no_key_for_that(crossed: FakeServer) -> None:
+    reply = crossed.get("/v1/echo", *PREFLIGHT, method="OPTIONS")
+    assert (reply.status, reply.body) == (200, b"")
+    assert reply.headers["access-control-allow-origin"] == "https://app.example:8443"
+    assert reply.headers["access-control-allow-methods"] == "POST"
+    assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "access-control-allow-credentials" not in reply.headers
+
+
+def test_it_reads_answers_and_errors(crossed: FakeServer) -> None:
+    for path, status in (("/health", 200), ("/v1/seen", 401), ("/v1/nowhere", 401)):
+        reply = crossed.get(path, PREFLIGHT[0])
+        assert reply.status == status
+        assert reply.headers["access-control-allow-origin"] == "https://app.example:8443"
+        assert reply.headers["access-control-expose-headers"] == "*"
+        assert reply.headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://app.example", "http://app.example:8443", "https://app.example:8443.evil.example", "null"],
+)
+def test_pages_of_others_are_not_let_in(crossed: FakeServer, origin: str) -> None:
+    asked = (f"Origin: {origin}", *PREFLIGHT[1:])
+    reply = crossed.get("/v1/echo", *asked, method="OPTIONS")
+    assert reply.status == 405
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+    assert "access-control-allow-origin" not in crossed.get("/health", asked[0]).headers
+
+
+def test_a_route_that_is_not_there_has_no_preflight(crossed: FakeServer) -> None:
+    assert crossed.get("/v1/nowhere", *PREFLIGHT, method="OPTIONS").status == 401
+
+
 @pytest.mark.parametrize("sent", ["good-id_1", "a" * 128])
 def test_a_request_id_is_echoed_beside_our_own(server: FakeServer, sent: str) -> None:
     reply = server.post("/v1/echo", {}, f"X-Request-Id: {sent}")

@@ -18,6 +18,7 @@ SHOW_PROMPTS = ("auto", "always", "never")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MIB = 2**20
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 _METRICS_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}:?")
 
 
@@ -148,6 +149,9 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "certificate for HTTPS")
     ssl_keyfile: str | None = option(None, "private key of the certificate")
     allowed_hosts: str | None = option(None, "further host names of this server, separated by commas; *: any")
+    allowed_origins: str | None = option(
+        None, "origins whose web pages may use the server (CORS), separated by commas; *: any", metavar="URL"
+    )
     api_keys_file: str | None = option(None, "file with API keys; see paceline keys", basic=True)
     metrics_host: str = option(
         "127.0.0.1", "address of the separate listener for metrics", panel="Logs and metrics"
@@ -256,6 +260,12 @@ class ServerConfig:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or none")
 
+        for origin in split_list(self.allowed_origins):
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins {origin}: an origin is a scheme and a host, with a port if it has one and "
+                    "no path, such as https://app.example or http://localhost:3000; * allows any"
+                )
         if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ConfigError(
                 f"--metrics-prefix must be letters, digits and underscores, not {self.metrics_prefix!r}"

@@ -27,7 +27,7 @@ from paceline.server.generate.requests import RecentRequests
 from paceline.server.health import PUBLIC, ServerStatus, health_routes
 from paceline.server.http.asgi import AccessRules, AsgiApp, RouteTable
 from paceline.server.http.listener import Listener
-from paceline.server.http.request_headers import HostCheck
+from paceline.server.http.request_headers import HostCheck, OriginRules
 from paceline.server.live.feed import Feed, WatchedModel, watch_routes
 from paceline.server.live.page_files import DOCS, PAGE, file_handler, page_routes
 from paceline.server.metrics.batching import BatchingMetrics
@@ -207,6 +207,7 @@ class Application:
     def _rules(self, bound: str, keyring: Keyring, public: frozenset[str]) -> AccessRules:
         return AccessRules(
             hosts=HostCheck.of(bound, split_list(self._config.allowed_hosts)),
+            origins=OriginRules.of(split_list(self._config.allowed_origins)),
             keyring=keyring,
             refusal=self.status.refusal,
             stream_keep_alive_s=self._config.stream_keep_alive_s,

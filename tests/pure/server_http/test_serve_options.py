@@ -97,6 +97,8 @@ def test_mistakes_in_the_environment_name_the_variable() -> None:
         {"ssl_certfile": "x"},
         {"log_format": "xml"},
         {"metrics_prefix": "a b"},
+        {"allowed_origins": "https://app.example/page"},
+        {"allowed_origins": "app.example"},
         {"drain_timeout_s": -1.0},
     ],
 )

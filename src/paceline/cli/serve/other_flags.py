@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 _ONE_DEVICE = "a model runs on one device; start one server for each device"
 _ALWAYS = "that is always done; leave it out"
-_ORIGINS = "answers have no CORS headers; put a proxy that adds them before the server"
 _POOLING = "what the model offers follows from its files; --pooling makes vectors with any model"
 _SAMPLING = "the model's generation_config.json decides; requests give what is to differ"
 
@@ -22,7 +21,8 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--enable-sleep-mode"), _ALWAYS),
     **dict.fromkeys(("--enable-auto-tool-choice", "--jinja", "--enable-metrics"), _ALWAYS),
     **dict.fromkeys(("--continuous-batching", "--cont-batching", "--enable-log-requests"), _ALWAYS),
-    **dict.fromkeys(("--allowed-origins", "--cors-allow-origins", "--allow-credentials"), _ORIGINS),
+    "--cors-allow-origins": "take --allowed-origins",
+    "--allow-credentials": "keys come in headers and no cookie is used; leave it out",
     **dict.fromkeys(("--task", "--runner", "--convert", "--embedding", "--embeddings"), _POOLING),
     **dict.fromkeys(("--generation-config", "--override-generation-config"), _SAMPLING),
     "--no-enable-chunked-prefill": "prompts are always computed in chunks; see --max-num-batched-tokens",

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from paceline.server.access.keys_file import DEFAULT_CALLER, Keyring
 from paceline.server.access.rate_limits import RateLimits
 from paceline.server.api.route import ANTHROPIC_ERRORS, OPENAI_ERRORS, PARAMETER, Route
-from paceline.server.call import Call, Download, Events
+from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import Refusal, problem_of
 from paceline.server.http.exchange import (
     CLIENT_CLOSED,
@@ -33,7 +33,14 @@ from paceline.server.http.exchange import (
     send_file,
     send_problem,
 )
-from paceline.server.http.request_headers import HostCheck, check_content, speaks_anthropic, text_headers
+from paceline.server.http.request_headers import (
+    HostCheck,
+    OriginRules,
+    check_content,
+    is_preflight,
+    speaks_anthropic,
+    text_headers,
+)
 from paceline.server.http.strict_json import read_object
 
 # Which route a request means: exact paths first, then templates, on the bytes the client sent.
@@ -143,6 +150,7 @@ class AccessRules:
     """What requests are checked against while the server runs; parts are replaced, never changed."""
 
     hosts: HostCheck
+    origins: OriginRules = field(default_factory=OriginRules)  # of web pages
     keyring: Keyring
     refusal: Callable[[], Refusal | None]  # why no new work is taken, if so
     stream_keep_alive_s: float
@@ -180,8 +188,12 @@ class AsgiApp:
     async def _answer(self, exchange: Exchange) -> None:
         # Routes have a shape, but a client that cannot reach its route has to understand the answer too.
         shape = ANTHROPIC_ERRORS if speaks_anthropic(exchange.scope["headers"]) else OPENAI_ERRORS
+        exchange.origin_headers = self.rules.origins.answer_headers(exchange.scope["headers"])
         try:
             match = self._match(exchange)
+            if match.allowed and is_preflight(exchange.method, exchange.scope["headers"]):
+                await self._answer_preflight(exchange, match)
+                return
             if match.route is not None and match.route.error_shape == ANTHROPIC_ERRORS:
                 shape = ANTHROPIC_ERRORS
             route, call = await self._admit(exchange, match)
@@ -222,6 +234,13 @@ class AsgiApp:
             return match
         return RouteMatch(NO_ROUTE, None, {}, ())
 
+    async def _answer_preflight(self, exchange: Exchange, match: RouteMatch) -> None:
+        """A browser asks whether a page may send a request. It brings no key, and is told nothing a key is for."""
+        headers = self.rules.origins.preflight_headers(exchange.scope["headers"], match.allowed)
+        if not headers:
+            raise _wrong_method(match)
+        await send_answer(exchange, Answer(body=b"", media_type="text/plain", headers=headers))
+
     async def _admit(self, exchange: Exchange, match: RouteMatch) -> tuple[Route, Call]:
         scope, route = exchange.scope, match.route
         caller = DEFAULT_CALLER
@@ -235,8 +254,7 @@ class AsgiApp:
                 raise refusal
             raise Refusal("not_found", _not_found(self.table.meant(scope["raw_path"])))
         if route is None:
-            allowed = ", ".join(match.allowed)
-            raise Refusal("method_not_allowed", f"This route takes {allowed}.", headers={"allow": allowed})
+            raise _wrong_method(match)
         if route.needs_admin and not caller.is_admin:
             raise Refusal("admin_only")
         headers = text_headers(scope["headers"])
@@ -283,6 +301,11 @@ class AsgiApp:
             await send_file(exchange, result)
         else:
             await send_answer(exchange, result)
+
+
+def _wrong_method(match: RouteMatch) -> Refusal:
+    allowed = ", ".join(match.allowed)
+    return Refusal("method_not_allowed", f"This route takes {allowed}.", headers={"allow": allowed})
 
 
 def _not_found(meant: str | None) -> str | None:

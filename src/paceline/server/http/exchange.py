@@ -50,6 +50,7 @@ class Exchange:
         self.refused_by = ""  # the key's limit that did, if one did
         self.status = 0
         self.error_code = ""
+        self.origin_headers: list[tuple[bytes, bytes]] = []  # for web pages that may use the server
         self.has_begun = False  # the status line is out
         self.is_admitted = False  # its body is there; a stopping server lets it finish
         self.lost = False
@@ -126,7 +127,7 @@ class Exchange:
         self.status = status
         own = echoed_id(self.scope["headers"])
         request_id = self.id.encode()
-        headers = [*headers, (b"x-request-id", own or request_id)]
+        headers = [*headers, *self.origin_headers, (b"x-request-id", own or request_id)]
         if own is not None:
             headers.append((b"x-paceline-request-id", request_id))
         if speaks_anthropic(self.scope["headers"]):

@@ -18,6 +18,8 @@ CONNECTION = "paceline.connection"  # in the scope of a request: its connection,
 MAX_ID = 128
 _PRINTABLE = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_ID)
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1024}")
+PREFLIGHT_AGE_S = "7200"  # as long as browsers keep such an answer at most
 _ALWAYS_ALLOWED = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -68,6 +70,54 @@ class HostCheck:
         match = _HOST.fullmatch(found[0]) if len(found) == 1 else None
         if match is None or not (self.takes_any or match.group(1).lower() in self.names):
             raise Refusal("bad_host")
+
+
+@dataclass(frozen=True, slots=True)
+class OriginRules:
+    """The web pages whose scripts may read answers, by where they come from (CORS)."""
+
+    names: frozenset[bytes] = frozenset()
+    takes_any: bool = False
+
+    @classmethod
+    def of(cls, origins: Iterable[str]) -> OriginRules:
+        given = [origin.lower().encode("ascii", "replace") for origin in origins]
+        return cls(frozenset(given), b"*" in given)
+
+    def answer_headers(self, headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+        """What tells a browser that the page may read the answer. Keys come in headers, so that no cookie is needed."""
+        vary = [(b"vary", b"Origin")] if self.names and not self.takes_any else []
+        origin = self._allowed(headers)
+        if origin is None:
+            return vary
+        allowed = b"*" if self.takes_any else origin
+        return [*vary, (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", b"*")]
+
+    def preflight_headers(self, headers: RawHeaders, methods: Iterable[str]) -> dict[str, str]:
+        """What a page may send to a route that takes these methods; empty: nothing."""
+        if self._allowed(headers) is None:
+            return {}
+        asked = [value for name, value in headers if name == b"access-control-request-headers"]
+        # Repeated: "*" would not mean Authorization.
+        wanted = asked[0].decode("ascii") if len(asked) == 1 and _HEADER_NAMES.fullmatch(asked[0]) else "*"
+        return {
+            "access-control-allow-methods": ", ".join(methods),
+            "access-control-allow-headers": wanted,
+            "access-control-max-age": PREFLIGHT_AGE_S,
+        }
+
+    def _allowed(self, headers: RawHeaders) -> bytes | None:
+        """The origin, if one is sent and its pages may use the server."""
+        found = [value for name, value in headers if name == b"origin"]
+        is_allowed = len(found) == 1 and (self.takes_any or found[0].lower() in self.names)
+        return found[0] if is_allowed else None
+
+
+def is_preflight(method: str, headers: RawHeaders) -> bool:
+    """Whether a browser asks on behalf of a page if it may send a request."""
+    return method == "OPTIONS" and {b"origin", b"access-control-request-method"} <= {
+        name for name, _ in headers
+    }
 
 
 def check_content(headers: Mapping[str, str]) -> None:
