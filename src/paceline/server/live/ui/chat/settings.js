@@ -5,10 +5,10 @@ import { newSettings, settingProblems } from "./conversation.js";
 import { byId, element } from "../dom.js";
 
 const FIELDS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", help: "0 always takes the likeliest token" },
-  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: "any", help: "likeliest tokens of this mass only" },
-  { name: "top_k", label: "Top k", min: -1, step: 1, help: "this many likeliest tokens only; 0: all" },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", help: "least probability, as a share of the likeliest" },
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: "any", help: "0: always the most likely token" },
+  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: "any", help: "only the most likely tokens with this total probability" },
+  { name: "top_k", label: "Top k", min: -1, step: 1, help: "only this number of the most likely tokens; 0: all" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", help: "minimum probability, relative to the most likely token; 0: off" },
   { name: "max_tokens", label: "Most tokens", min: 1, step: 1, none: "what fits", help: "of an answer" },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0.001, max: 100, step: "any", help: "above 1: repeats are less likely" },
   { name: "seed", label: "Seed", step: 1, none: "random", help: "the same seed gives the same answer" },
