@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.events import DecisionKind
-from paceline.core.request import RequestState
+from paceline.core.request import Request, RequestState
 from paceline.engine.prefix_keys import PrefixKeyHooks
 from tests.dst.injected import CollidingKeyMaker
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
@@ -157,6 +157,29 @@ def test_deferral_can_be_switched_off() -> None:
     bench.step()
     assert bench.states()[second] is RequestState.RUNNING
     assert "prefix" not in bench.reasons(DecisionKind.DEFER)
+    bench.run()
+
+
+def test_many_that_wait_for_one_prefix_are_put_in_order_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each row that is free, over and over."""
+    bench = Bench(engine_config(num_blocks=400, max_num_seqs=3, max_num_batched_tokens=32))
+    for number in range(300):
+        bench.add([*prompt(40), 50 + number], 1)
+    bench.step()
+    orders = 0
+    waiting_in_order = bench.state.waiting_in_order
+
+    def counted(count: int) -> list[Request]:
+        nonlocal orders
+        orders += 1
+        return waiting_in_order(count)
+
+    monkeypatch.setattr(bench.state, "waiting_in_order", counted)
+    behind = bench.add(prompt(3, 900), 1)  # behind all of them, and there is room for it
+    bench.step()
+    assert orders < 20
+    assert behind in bench.finished
+    monkeypatch.undo()
     bench.run()
 
 

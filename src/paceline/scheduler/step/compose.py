@@ -455,17 +455,22 @@ class Composer:
                 self._admit_batch(draft, state.waiting_in_order(limit))
             return
         cap = self._cap(draft, num_prompts)
-        seen: set[int] = set()
+        seen, width = set[int](), rows_left
         while len(seen) < len(view):
-            found = state.waiting_in_order(len(seen) + self.admission.rows_left())
+            found = state.waiting_in_order(len(seen) + width)
             batch = [request for request in found if request.id not in seen]
             if not batch or not self._admit_in_turn(draft, batch, cap):
                 return
             seen.update(request.id for request in batch)
+            # Where all of them were passed the order is what it was: hundreds may wait for one prefix, with few rows.
+            before, rows_left = rows_left, self.admission.rows_left()
+            width = 2 * width if rows_left == before else rows_left
 
     def _admit_in_turn(self, draft: StepDraft, batch: list[Request], cap: int) -> bool:
         """Admit each; False as soon as one has to wait for room: no request passes it."""
         for request in batch:
+            if self.admission.rows_left() < 1:
+                return False
             if draft.only_modules and not request.is_module:
                 continue
             if draft.left < 1 and not request.host_places:  # to be copied back takes no token
