@@ -53,9 +53,8 @@ class DeviceEncoderLayer:
     mixed: DenseLinear
     inner: DenseLinear  # and the factor of its gate behind it, where it has one
     outer: DenseLinear
-    norms: tuple[
-        DeviceNorm | None, DeviceNorm
-    ]  # of attention and of the feed-forward part, before or behind them
+    # Of attention and of the feed-forward part, before or behind them.
+    norms: tuple[DeviceNorm | None, DeviceNorm]
     reach: int
     rope: int
 
