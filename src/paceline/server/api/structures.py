@@ -25,7 +25,7 @@ _OWN_NAME = "structured_outputs"  # by which a Structure calls itself in errors
 
 
 def openai_fields() -> list[Field]:
-    """Of chat and completions: OpenAI's field, vLLM's, and vLLM's older ones."""
+    """Of chat and completions: OpenAI's field, vLLM's, vLLM's older ones, SGLang's and llama.cpp's."""
     return [
         Field("response_format", _FORMAT, "form of the answer: text, json_object or json_schema"),
         Field(
@@ -37,6 +37,10 @@ def openai_fields() -> list[Field]:
         Field("guided_regex", text(1), "as structured_outputs.regex"),
         Field("guided_choice", list_of(text(1), MAX_CHOICES, 1), "as structured_outputs.choice"),
         Field("guided_grammar", text(1), "as structured_outputs.grammar"),
+        Field("json_schema", _SCHEMA, "as structured_outputs.json"),
+        Field("regex", text(1), "as structured_outputs.regex"),
+        Field("ebnf", text(1), "as structured_outputs.grammar"),
+        Field("grammar", text(1), "as structured_outputs.grammar"),
         without_effect("guided_decoding_backend", text(0, 128)),
         without_effect("guided_whitespace_pattern", text(0, 1024)),
     ]
@@ -123,6 +127,10 @@ _READERS: Mapping[str, Callable[[Any], Structure]] = {
     "guided_regex": _form("regex"),
     "guided_choice": _form("choice"),
     "guided_grammar": _form("grammar"),
+    "json_schema": _form("json"),
+    "regex": _form("regex"),
+    "ebnf": _form("grammar"),
+    "grammar": _form("grammar"),
     "text": _format_inside,
     "output_config": _format_inside,
     "output_format": _response_format,
