@@ -63,7 +63,9 @@ def test_the_engines_totals_agree_with_each_other(server: ClientServer) -> None:
     cached = server.metric("prefix_cache_hits_total")
     known = server.metric("prefix_cache_queries_total") - cached
     # The last token of an answer is drawn and never computed; a step planned ahead may compute one that is not wanted.
-    assert known + NUM_REQUESTS * (NUM_TOKENS - 1) <= computed <= known + NUM_REQUESTS * (NUM_TOKENS + 1)
+    # Drafts that were right came without being planned.
+    done = computed + server.metric("spec_decode_num_accepted_tokens_total")
+    assert known + NUM_REQUESTS * (NUM_TOKENS - 1) <= done <= known + NUM_REQUESTS * (NUM_TOKENS + 1)
     assert 0 < server.metric("engine_occupied_rows_total") <= steps * server.metric("engine_max_rows")
     assert server.metric("engine_padding_tokens_total") == 0
     assert server.metric("preemptions_total") == server.metric("num_preemptions_total")

@@ -278,13 +278,14 @@ def _peak(info: EngineInfo | None) -> Peak | None:
 def _work(info: EngineInfo | None, stats: EngineStats) -> WorkDone | None:
     if info is None or info.work is None:
         return None
+    drafts = stats.counters.draft_tokens  # not among the others: a plan does not know how many there will be
     return work_done(
         info.work,
         steps=stats.steps,
-        tokens=stats.counters.computed_tokens,
+        tokens=stats.counters.computed_tokens + drafts,
         products=stats.counters.context_products,
         decode_context=stats.counters.decode_context,
-        logit_rows=stats.counters.logit_rows,
+        logit_rows=stats.counters.logit_rows + drafts,
     )
 
 
