@@ -31,12 +31,12 @@ import numpy as np
 from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, row, table
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex
-from paceline.guide.check import verdict_of
-from paceline.guide.grammar import grammar_of
-from paceline.guide.matcher import GrammarCompiler, GuideBatch
 from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
 from paceline.models.files.fetch import resolve
 from paceline.models.files.open import open_checkpoint
+from paceline.text.guide.check import verdict_of
+from paceline.text.guide.grammar import grammar_of
+from paceline.text.guide.matcher import GrammarCompiler, GuideBatch
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.vocabulary import vocabulary_of
 

@@ -45,13 +45,13 @@ from benchmarks.harness import Benchmark, Found, Given, flag, in_turns, no_garba
 from paceline import LLM, SamplingParams
 from paceline.core.plan import NO_SWAPS, Swaps
 from paceline.core.structure import Structure
-from paceline.guide.matcher import GuideBatch
 from paceline.lab.bench.shapes import SHAPES, write_shape, write_tokenizer
 from paceline.runner.gpu import host_rows
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.kv_pools import BlockParts, SwapPool
 from paceline.runner.gpu.pending import GPUPending
 from paceline.runner.gpu.runner import GPURunner
+from paceline.text.guide.matcher import GuideBatch
 
 bench = Benchmark(__doc__)
 

@@ -183,7 +183,7 @@ def skeleton(tmp_path: Path) -> Path:
         (package / name).mkdir(parents=True)
         (package / name / "__init__.py").touch()
     runner = ("cpu", "sampling", "kernels", "native", "native/code", "native/model", "native/step")
-    parts = ("models/files", "models/spec", "lab/sim", "lab/report", "lab/workload")
+    parts = ("models/files", "models/media", "models/spec", "lab/sim", "lab/report", "lab/workload")
     for name in (*parts, *(f"runner/{part}" for part in runner)):
         (package / name).mkdir()
         (package / name / "__init__.py").touch()

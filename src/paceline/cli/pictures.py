@@ -18,7 +18,7 @@ def content_with(text: str, images: str | None) -> Any:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    from paceline.media.headers import read_header
+    from paceline.models.media.headers import read_header
 
     try:
         data = path.read_bytes()

@@ -1,6 +1,6 @@
 """What an answer must look like: a frozen, checked value, made from every form in which requests ask for it.
 
-It crosses the process boundary as it is. The engine's guides (`paceline.guide`) turn it into a grammar.
+It crosses the process boundary as it is. The engine's guides (`paceline.text.guide`) turn it into a grammar.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from paceline.core.plan import GuideWork, StepPlan
 from paceline.core.request import NO_ROW, BlockReason, Request, RequestId, RequestState
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest, InvalidTransition
-from paceline.guide.matcher import GuideBatch
 from paceline.scheduler.scheduler import Scheduler
+from paceline.text.guide.matcher import GuideBatch
 
 COMPILE_S = 10.0  # until a request whose structure is not compiled gives up
 _logger = logging.getLogger("paceline")

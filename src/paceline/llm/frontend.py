@@ -14,7 +14,6 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.errors import EngineFailed, InvalidRequest
 from paceline.factory import LoadedModel, load_model
-from paceline.guide.check import check
 from paceline.llm.adapters import NamedAdapters
 from paceline.llm.arguments import split_arguments, unsupported_method
 from paceline.llm.collector import Collector
@@ -28,9 +27,10 @@ from paceline.llm.prompts import (
     PromptReader,
     prepared_chat,
 )
-from paceline.media.pictures import open_pictures
 from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import chat_sampling, default_sampling
+from paceline.models.media.pictures import open_pictures
+from paceline.text.guide.check import check
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.call_grammar import with_tool_named
 

@@ -14,8 +14,8 @@ from paceline.core.sampling import PARAMETERS, Offer, SamplingParams
 from paceline.core.stretch import MediaPart, ModulePart, PromptParts
 from paceline.errors import InvalidRequest, is_off, not_supported
 from paceline.llm.arguments import PROMPT_KEYS
-from paceline.media.pictures import OpenPicture, PictureReader, PlacedPicture
-from paceline.media.sources import take_pictures
+from paceline.models.media.pictures import OpenPicture, PictureReader, PlacedPicture
+from paceline.models.media.sources import take_pictures
 from paceline.text.answer import AnswerForm
 from paceline.text.dialect import ChatRequest, Dialect
 from paceline.text.picture_marks import PictureMarks

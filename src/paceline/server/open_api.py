@@ -75,9 +75,9 @@ def open_service(
     by_tenant: dict[str, int],
 ) -> Service:
     """The text side of one model, and the service around it and its engine."""
-    from paceline.media.pictures import open_pictures
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
+    from paceline.models.media.pictures import open_pictures
     from paceline.server.api.limits import SERVER_LIMITS
     from paceline.server.generate.served_model import ServedModel, ServiceSettings
     from paceline.server.generate.service import Service

@@ -11,9 +11,9 @@ from typing import Any
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide.matcher import is_installed
 from paceline.text.answer import AnswerForm
 from paceline.text.chat_template import ChatTemplate
+from paceline.text.guide.matcher import is_installed
 from paceline.text.messages import Message, normalize_messages
 from paceline.text.reasoning import named_reasoning
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import InputError, InvalidRequest
-from paceline.media.picture_settings import MediaSettings, TileSettings
-from paceline.media.sizes import MediaSize
+from paceline.models.media.picture_settings import MediaSettings, TileSettings
+from paceline.models.media.sizes import MediaSize
 from paceline.text.tokenizer import RenderedPrompt, Tokenizer
 
 TILE_MARK, PATCH_MARK = "<image>", "<|image_pad|>"

@@ -9,12 +9,12 @@ from paceline.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from paceline.core.guide import GuideMaker
-    from paceline.guide.matcher import Vocabulary
+    from paceline.text.guide.matcher import Vocabulary
     from paceline.text.tokenizer import Tokenizer
 
 
 def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
-    from paceline.guide.matcher import Vocabulary
+    from paceline.text.guide.matcher import Vocabulary
 
     table = None if tokenizer is None else tokenizer.table
     if tokenizer is None or table is None:
@@ -33,8 +33,8 @@ def vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary:
 
 def guide_maker(tokenizer: Tokenizer | None, *, on_gpu: bool) -> GuideMaker:
     """What makes guides of structures: nothing is read or loaded before the first of them."""
-    from paceline.guide.compiler import GuideCompiler
-    from paceline.guide.matcher import mask_threads
+    from paceline.text.guide.compiler import GuideCompiler
+    from paceline.text.guide.matcher import mask_threads
 
     objection = ""
     if tokenizer is None:

@@ -34,7 +34,7 @@ HOOKS = {
     "layer": "paceline.models.decoder:Decoder._layer",
     "logits": "paceline.models.decoder:Decoder.logits",
     "sample": "paceline.runner.sampling.sampler:Sampler.sample",
-    "mask": "paceline.guide.matcher:Matcher.mask",
+    "mask": "paceline.text.guide.matcher:Matcher.mask",
     "send": "paceline.process.supervisor:Link.send",
     "deliver": "paceline.process.engine_service:EngineService._deliver",
 }

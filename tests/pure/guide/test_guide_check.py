@@ -14,10 +14,10 @@ import pytest
 
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex, InvalidRequest, QueueFull
-from paceline.guide import check as check_module
-from paceline.guide import checkers
-from paceline.guide.check import check, verdict_of
-from paceline.guide.checkers import GrammarChecker
+from paceline.text.guide import check as check_module
+from paceline.text.guide import checkers
+from paceline.text.guide.check import check, verdict_of
+from paceline.text.guide.checkers import GrammarChecker
 
 TREE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
 LIST = {**TREE, "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}}

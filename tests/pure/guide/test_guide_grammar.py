@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide.grammar import grammar_of
+from paceline.text.guide.grammar import grammar_of
 
 BYTES = LLTokenizer("byte")
 # Of the byte tokenizer's control tokens.

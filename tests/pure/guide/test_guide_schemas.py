@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.structures import kubernetes_schemas
-from paceline.guide.check import verdict_of
+from paceline.text.guide.check import verdict_of
 
 RELEASE = "v1.31.0"
 

@@ -13,8 +13,8 @@ import pytest
 from paceline.core.guide import Guide, masks_along
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide.compiler import GuideCompiler
-from paceline.guide.matcher import FEWEST, GuideBatch, Matcher, Vocabulary
+from paceline.text.guide.compiler import GuideCompiler
+from paceline.text.guide.matcher import FEWEST, GuideBatch, Matcher, Vocabulary
 
 TEXTS = [*map(chr, range(32, 127)), "\n", '{"', '":', "name", "</th", "ink>", "true", "</think>x"]
 CONTROL = {"<end>": len(TEXTS), "<stop>": len(TEXTS) + 1}
@@ -302,6 +302,6 @@ def test_the_same_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_the_package_structures_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.guide.matcher.is_installed", lambda: False)
+    monkeypatch.setattr("paceline.text.guide.matcher.is_installed", lambda: False)
     with pytest.raises(InvalidRequest, match="pip install llguidance"):
         GuideCompiler(lambda: VOCABULARY).take(Structure.of({"regex": "a"}))

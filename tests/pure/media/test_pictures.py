@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError, InvalidImage, InvalidRequest, MediaNotAllowed, UnsupportedModality
-from paceline.media.picture_settings import PatchSettings
-from paceline.media.pictures import PictureReader, open_pictures
-from paceline.media.sources import Picture, take_pictures
+from paceline.models.media.picture_settings import PatchSettings
+from paceline.models.media.pictures import PictureReader, open_pictures
+from paceline.models.media.sources import Picture, take_pictures
 from tests.model_folder import write_model
 from tests.pictures import encoded, picture
 from tests.vision_folder import write_tile_model
@@ -48,7 +48,7 @@ def test_parts_of_every_api(part: Any) -> None:
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.media.decode.can_decode", lambda: False)
+    monkeypatch.setattr("paceline.models.media.decode.can_decode", lambda: False)
     with pytest.raises(UnsupportedModality, match=r"pip install 'paceline\[vision\]'"):
         PictureReader(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": URL}}))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.media.picture_settings import PatchSettings, TileSettings, media_settings
-from paceline.media.sizes import media_size
 from paceline.models.files.config_fields import CheckpointError
 from paceline.models.files.folder import ModelFolder
+from paceline.models.media.picture_settings import PatchSettings, TileSettings, media_settings
+from paceline.models.media.sizes import media_size
 
 SMOLVLM = {
     "model_type": "idefics3",

@@ -21,9 +21,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.errors import NeverFits
-from paceline.media.pictures import PictureReader
 from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
+from paceline.models.media.pictures import PictureReader
 from paceline.process.client import BranchUpdate, EngineInfo, EngineState, EngineStats, EngineUnavailable
 from paceline.server.access.caller import Caller
 from paceline.server.api.route import Route

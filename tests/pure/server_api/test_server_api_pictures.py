@@ -16,9 +16,9 @@ from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidImage, InvalidRequest, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
-from paceline.media import decode
-from paceline.media.headers import Header, read_header
-from paceline.media.pictures import open_pictures
+from paceline.models.media import decode
+from paceline.models.media.headers import Header, read_header
+from paceline.models.media.pictures import open_pictures
 from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.errors import TooBusy
 from paceline.server.generate import media_work
@@ -115,7 +115,7 @@ def test_the_price_is_known_before_a_pixel_is_decoded(monkeypatch: pytest.Monkey
     made.ask(CHAT, chat(PART, TEXT))
     expected = len(made.client.submitted[0]["tokens"])
     monkeypatch.setattr(decode, "decode", fail)
-    monkeypatch.setattr("paceline.media.pictures.decode", fail)
+    monkeypatch.setattr("paceline.models.media.pictures.decode", fail)
     assert made.ask("/v1/estimate", chat(PART, TEXT))["prompt_tokens"] == expected
     assert made.ask("/v1/messages/count_tokens", chat(BLOCK, TEXT) | {"max_tokens": 4}) == {
         "input_tokens": expected
@@ -134,7 +134,7 @@ def test_headers_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch)
         threads.append(current_thread().name)
         return read_header(data)
 
-    monkeypatch.setattr("paceline.media.pictures.read_header", read)
+    monkeypatch.setattr("paceline.models.media.pictures.read_header", read)
     made = api()
     for route, part in (
         (CHAT, PART),

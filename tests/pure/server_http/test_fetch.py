@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import MediaFetchFailed, MediaNotAllowed
-from paceline.media.headers import MAX_BYTES
+from paceline.models.media.headers import MAX_BYTES
 from paceline.server.http.fetch_url import FAILED, Connection, Fetcher, FetchTarget, is_public, tls_context
 
 PUBLIC, OTHER = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"

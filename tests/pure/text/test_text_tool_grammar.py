@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide.check import check
+from paceline.text.guide.check import check
 from paceline.text.tools.call_grammar import behind_reasoning, tool_structure, with_tool_named
 from paceline.text.tools.formats import FORMATS, Shape, ToolFormat, marker_ids
 from paceline.text.tools.scanner import CallArguments, CallBegin, CallEnd, Said

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image, ImageOps
 
 from paceline.errors import InvalidImage
-from paceline.media.decode import decode, item_pixels
-from paceline.media.headers import read_header
-from paceline.media.picture_settings import MediaSettings, PatchSettings, TileSettings
-from paceline.media.sizes import media_size
+from paceline.models.media.decode import decode, item_pixels
+from paceline.models.media.headers import read_header
+from paceline.models.media.picture_settings import MediaSettings, PatchSettings, TileSettings
+from paceline.models.media.sizes import media_size
 from tests.pictures import sixty
 
 PICTURES = list(sixty())

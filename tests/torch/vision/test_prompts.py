@@ -11,7 +11,7 @@ import transformers
 
 from paceline.config.engine import ModelConfig
 from paceline.llm.prompts import ChatPrompts
-from paceline.media.pictures import PictureReader, open_pictures
+from paceline.models.media.pictures import PictureReader, open_pictures
 from paceline.text.tokenizer import Tokenizer
 from tests.pictures import picture
 from tests.vision_folder import write_deep_model, write_patch_model, write_tile_model

@@ -22,7 +22,6 @@ from paceline.config.options import from_values
 from paceline.core.sampling import SamplingParams
 from paceline.core.structure import Structure
 from paceline.errors import InputError, InvalidRequest
-from paceline.guide.check import check
 from paceline.lab.bench.bench_options import (
     EmbedBenchOptions,
     EngineBenchOptions,
@@ -81,6 +80,7 @@ from paceline.llm.arguments import split_arguments
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.llm import LLM
 from paceline.models.files.fetch import DEFAULT_NAME, MINILM
+from paceline.text.guide.check import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

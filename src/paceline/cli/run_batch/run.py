@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 from paceline.cli.terminal import RequestBar
 from paceline.errors import InputError, InvalidRequest
-from paceline.guide.check import check
 from paceline.llm.frontend import Frontend
 from paceline.llm.offline import Submission, run_requests
 from paceline.llm.outputs import RequestOutput
@@ -33,6 +32,7 @@ from paceline.server.api.pooled_routes import IN_BATCHES, pooled_forms
 from paceline.server.errors import UnknownModel, UnsupportedRoute
 from paceline.server.generate.generation import Usage
 from paceline.server.generate.pooled import prepare_inputs
+from paceline.text.guide.check import check
 
 # The two files of a batch: requests line by line, and results that survive a crash.
 #

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.guide.check import last_match
 from paceline.llm.tree import AsyncBranch, AsyncTree, Backend
+from paceline.text.guide.check import last_match
 
 MAX_WIDTH = 128
 MAX_PATTERN_CHARS = 1000

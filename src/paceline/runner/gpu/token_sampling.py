@@ -20,7 +20,6 @@ from torch import Tensor
 from paceline.core.guide import Guide, Mask
 from paceline.core.plan import GuideWork, RowJoins, RowLogprobs
 from paceline.core.sampling import SamplingParams
-from paceline.guide.matcher import GuideBatch
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.forward import DeviceDecoder
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
@@ -67,6 +66,7 @@ from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.noise import key_of
 from paceline.runner.sampling.processors import always_needs_rules, uses_penalties
 from paceline.runner.sampling.sampler import ALL, Sampler, prompt_logprobs
+from paceline.text.guide.matcher import GuideBatch
 
 I32 = NDArray[np.int32]
 NOT_ASKED = -1  # 0 asks for the drawn token alone

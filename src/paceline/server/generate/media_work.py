@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paceline.errors import InvalidImage, MediaFetchFailed, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest
-from paceline.media.headers import MAX_BYTES
-from paceline.media.sources import Picture, take_pictures
+from paceline.models.media.headers import MAX_BYTES
+from paceline.models.media.sources import Picture, take_pictures
 from paceline.process.client import EngineInfo
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.batches.batch_records import StoredFile, UnknownFile

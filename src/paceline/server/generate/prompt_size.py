@@ -11,7 +11,7 @@ from typing import Any
 from paceline.core.blend_quality import Blending
 from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.pairs import PooledInput, TextPair
-from paceline.media.sources import PARTS
+from paceline.models.media.sources import PARTS
 from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_requests import ParsedBody, PooledBody
 from paceline.server.errors import BlendUnavailable, ContextTooLong

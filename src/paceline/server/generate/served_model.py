@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from paceline.llm.pairs import PooledModel
-from paceline.media.pictures import PictureReader
 from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
+from paceline.models.media.pictures import PictureReader
 from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.formats import AUTO

@@ -22,11 +22,9 @@ from paceline.core.service_class import ServiceLevel
 from paceline.core.standing import Standing
 from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
-from paceline.guide.check import FIELD
-from paceline.guide.checkers import GrammarChecker
 from paceline.llm.pairs import InputReader
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, RenderedChat, prepared_chat
-from paceline.media.sources import has_pictures
+from paceline.models.media.sources import has_pictures
 from paceline.process.client import EngineClient, EngineInfo, EngineState, EngineStream, EngineUnavailable
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody
 from paceline.server.api.structures import STRUCTURE_FIELDS
@@ -46,6 +44,8 @@ from paceline.server.generate.requests import Explanations, Recent, RecentReques
 from paceline.server.generate.searching import Found, TreeOverClient
 from paceline.server.generate.served_model import ServedModel, ServiceSettings
 from paceline.server.generate.trees import ForkAsked, LiveBranch, LiveBranches
+from paceline.text.guide.check import FIELD
+from paceline.text.guide.checkers import GrammarChecker
 from paceline.text.tools.call_grammar import with_tool_named
 
 # A shorter prompt is tokenised faster than another thread takes over.

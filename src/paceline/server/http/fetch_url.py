@@ -20,7 +20,7 @@ from urllib.parse import quote, urljoin, urlsplit
 import httptools
 
 from paceline.errors import MediaFetchFailed, MediaNotAllowed
-from paceline.media.headers import MAX_BYTES
+from paceline.models.media.headers import MAX_BYTES
 
 TIMEOUT_S = 5.0
 MAX_REDIRECTS = 3

@@ -19,7 +19,6 @@ from torch import Tensor
 from paceline.config.speculative import ORACLE, PROBE_EVERY, DraftConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import DRAFT_KINDS, GuideWork, RowJoins, StepPlan
-from paceline.guide.matcher import GuideBatch
 from paceline.runner.drafts import FATES, PARTLY, is_over_behind
 from paceline.runner.gpu.drafts.device_head import DeviceGuesser, queries_of
 from paceline.runner.gpu.kernels.decode_attention import RowQueries
@@ -50,6 +49,7 @@ from paceline.runner.gpu.kernels.step_rows import StepTokens
 from paceline.runner.gpu.kernels.verify import TALLIES, DrawnBehind, VerifiedTokens, verify
 from paceline.runner.gpu.row_memory import RowMemory
 from paceline.runner.sampling.processors import uses_penalties
+from paceline.text.guide.matcher import GuideBatch
 
 I32 = NDArray[np.int32]
 

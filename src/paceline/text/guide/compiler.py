@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from paceline.core.guide import Guide, Mask
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest
-from paceline.guide import matcher
-from paceline.guide.grammar import grammar_of
-from paceline.guide.matcher import GrammarCompiler, Vocabulary
+from paceline.text.guide import matcher
+from paceline.text.guide.grammar import grammar_of
+from paceline.text.guide.matcher import GrammarCompiler, Vocabulary
 
 KEPT_BYTES = 8 << 20  # of sources; what is compiled takes several times that
 

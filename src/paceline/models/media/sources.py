@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidImage, InvalidRequest, MediaNotAllowed
-from paceline.media.headers import MAX_BYTES
+from paceline.models.media.headers import MAX_BYTES
 
 PARTS = ("image_url", "input_image", "image", "image_pil")
 DETAILS = ("auto", "low", "high", "original")

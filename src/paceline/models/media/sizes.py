@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.errors import InvalidImage
-from paceline.media.picture_settings import MediaSettings, PatchSettings, TileSettings
+from paceline.models.media.picture_settings import MediaSettings, PatchSettings, TileSettings
 
 MAX_RESIZED = 4096  # pixels of a side, before a picture is cut into tiles
 MAX_RATIO = 200  # of the sides of a picture cut into patches: its processor refuses more

@@ -23,10 +23,10 @@ from dataclasses import asdict
 
 from paceline.core.structure import Structure
 from paceline.errors import InvalidRequest, QueueFull
-from paceline.guide.check import FIELD, GrammarVerdict, check_installed, question
+from paceline.text.guide.check import FIELD, GrammarVerdict, check_installed, question
 
 # -P: a file in the folder the server was started in must not stand in for a module.
-COMMAND = (sys.executable, "-P", "-m", "paceline.guide.check")
+COMMAND = (sys.executable, "-P", "-m", "paceline.text.guide.check")
 # It reads what strangers write: it gets no keys and no other secrets of this process.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "LANG", "LD_LIBRARY_PATH")
 CHECK_S = 1.0

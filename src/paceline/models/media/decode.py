@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InvalidImage, UnsupportedModality
-from paceline.media.headers import FORMATS, Header
-from paceline.media.picture_settings import MediaSettings, PatchSettings, TileSettings
-from paceline.media.sizes import MediaSize, first_size
+from paceline.models.media.headers import FORMATS, Header
+from paceline.models.media.picture_settings import MediaSettings, PatchSettings, TileSettings
+from paceline.models.media.sizes import MediaSize, first_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,12 +18,12 @@ from typing import Any
 from paceline.config.engine import ModelConfig
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.errors import ConfigError, InvalidImage
-from paceline.media.decode import check_installed, decode, item_pixels, rgb
-from paceline.media.headers import Header, check_sides, check_type, read_header
-from paceline.media.picture_settings import MediaSettings, media_settings
-from paceline.media.sizes import MediaSize, media_size
-from paceline.media.sources import Picture
 from paceline.models.files.folder import ModelFolder
+from paceline.models.media.decode import check_installed, decode, item_pixels, rgb
+from paceline.models.media.headers import Header, check_sides, check_type, read_header
+from paceline.models.media.picture_settings import MediaSettings, media_settings
+from paceline.models.media.sizes import MediaSize, media_size
+from paceline.models.media.sources import Picture
 
 DIGEST_BYTES = 32
 DEFAULT_LIMIT = 20  # pictures of a prompt

@@ -1,8 +1,8 @@
 """Whether a structure compiles, and what of it the compiler ignores: asked before a request is accepted. And where a
 pattern finds the answer in a text.
 
-`check` and `last_match` ask in this process. A server asks a separate one (`paceline.guide.checkers`), which is this
-module run with `python -m`: it reads a question per line and answers each with a line, and can be killed.
+`check` and `last_match` ask in this process. A server asks a separate one (`checkers.py`), which is this module run
+with `python -m`: it reads a question per line and answers each with a line, and can be killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from paceline.core.structure import Structure
 from paceline.errors import GrammarTooComplex, InvalidRequest
-from paceline.guide.grammar import grammar_of
-from paceline.guide.matcher import MISSING, TOO_MANY, is_installed
+from paceline.text.guide.grammar import grammar_of
+from paceline.text.guide.matcher import MISSING, TOO_MANY, is_installed
 
 _logger = logging.getLogger("paceline")
 
