@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from paceline.config.engine import POLICIES, SchedulerConfig
+from paceline.config.user_class import load_class
 from paceline.errors import ConfigError
 from paceline.policy import Policy
 
@@ -57,27 +58,12 @@ def changed_policy(config: SchedulerConfig, name: str, options: Mapping[str, flo
 
 def load_policy(spec: str, config: SchedulerConfig) -> Policy:
     """Import the class that a `module:Class` names and make its policy. Errors are said at start-up, in a sentence."""
-    where = f"--scheduling-policy {spec}"
-    module_name, _, class_name = spec.partition(":")
-    if not module_name or not class_name.isidentifier():
-        raise ConfigError(f"{where}: give the module and the class, such as my_policies:LongestFirst")
-    try:
-        kind = getattr(import_module(module_name), class_name, None)
-    except Exception as error:
-        raise ConfigError(
-            f"{where}: {module_name} cannot be imported ({type(error).__name__}: {error}); "
-            "is its folder on PYTHONPATH?"
-        ) from error
-    if not isinstance(kind, type):
-        raise ConfigError(f"{where}: {module_name} has no class {class_name}")
-    missing = [name for name in METHODS if not callable(getattr(kind, name, None))]
-    if missing:
-        raise ConfigError(f"{where}: the class lacks {', '.join(missing)}; a policy has {', '.join(METHODS)}")
+    kind = load_class("--scheduling-policy", spec, "my_policies:LongestFirst", METHODS)
     try:
         policy: Policy = with_defaults(kind)(config)
     except Exception as error:
         raise ConfigError(
-            f"{where}: the class cannot be called with the config ({type(error).__name__}: {error})"
+            f"--scheduling-policy {spec}: the class cannot be called with the config ({type(error).__name__}: {error})"
         ) from error
     return policy
 
