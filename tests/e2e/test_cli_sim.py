@@ -186,6 +186,17 @@ def test_depth_changes_the_pace_of_a_slow_host(tmp_path: Path) -> None:
     assert rates["0"] > 1.3 * rates["1"]
 
 
+def test_ranks_side_by_side_with_what_more_of_them_bring(tmp_path: Path) -> None:
+    flags = ("--model", "llama-3.3-70b", "--device", "b200", "--link", "nvlink5", "--json", "o.json")
+    load = ("--trace", "fixed:64x32", "--num-requests", "64", "--arrivals", "all-at-once")
+    shown = sim("--tensor-parallel-size", "2,1", "--host-row-us", "5", *flags, *load, cwd=tmp_path)
+    one, two = json.loads((tmp_path / "o.json").read_text())["runs"]
+    assert (two["config"]["ranks"], two["config"]["link"]) == (2, "nvlink5")
+    speed_up = two["summary"]["output_tokens_per_s"] / one["summary"]["output_tokens_per_s"]
+    assert 1.0 < speed_up < 2.0
+    assert f"tp 2: {speed_up:.2f} times the output tokens/s of tp 1" in shown
+
+
 # ---------------------------------------------------------------- mistakes
 
 

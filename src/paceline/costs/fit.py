@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.costs.cost_model import CostModel, PiecewiseLinear, StepShape
+from paceline.costs.network import LINKS, Link
 from paceline.costs.presets import DeviceSpec, ModelShape
 from paceline.costs.roofline import Roofline
 from paceline.errors import InputError
@@ -269,10 +270,14 @@ class FittedCost(CostModel):
         return cls.from_json(value, name=f"cost model {path}")
 
 
-def preset_cost(model: ModelShape, device: DeviceSpec) -> CostModel:
-    """From a recorded run of the model on the device, else from its shape and the device's rates."""
+def preset_cost(
+    model: ModelShape, device: DeviceSpec, ranks: int = 1, link: Link = LINKS["nvlink4"]
+) -> CostModel:
+    """From a recorded run of the model on the device, else from its shape and the rates of device and link."""
     path = RECORDED / f"{device.name}.{model.name}.json"
-    return FittedCost.load(path) if path.is_file() else Roofline(model, device)
+    if ranks == 1 and path.is_file():
+        return FittedCost.load(path)
+    return Roofline(model, device, ranks, link)
 
 
 def _checked(samples: Sequence[tuple[StepShape, float]]) -> tuple[list[StepShape], Array]:

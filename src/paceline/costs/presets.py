@@ -92,6 +92,11 @@ class ModelShape:
     gated: bool = True  # three products in the feed-forward part, not two
     bidirectional: bool = False  # tokens see those behind them: it makes vectors, and keeps no KV
     encoder: EncoderShape | None = None  # of pictures
+    layer_weight_bytes: float | None = (
+        None  # of a quantised weight of a layer, its scales included; None: an element's
+    )
+    kv_element_bytes: int | None = None  # None: an element's
+    head_vocab: int | None = None  # ids whose logits one of several ranks computes; None: all
 
     @property
     def layer_parameters(self) -> int:
@@ -102,7 +107,7 @@ class ModelShape:
     @property
     def head_parameters(self) -> int:
         """Weights of the LM head, whether tied or not."""
-        return 0 if self.bidirectional else self.vocab * self.hidden
+        return 0 if self.bidirectional else (self.head_vocab or self.vocab) * self.hidden
 
     @property
     def num_parameters(self) -> int:
@@ -114,13 +119,16 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.dtype_bytes
+        products = self.layers * self.layer_parameters
+        width = self.layer_weight_bytes or self.dtype_bytes
+        return round(products * width) + (self.num_parameters - products) * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         if self.bidirectional:
             return 0
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        width = self.kv_element_bytes or self.dtype_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     @property
     def encoding_bytes(self) -> int:
@@ -148,6 +156,7 @@ class DeviceSpec:
     element_bytes: int | None = None  # width the device computes in; None: the model's own
     # Of a weight that is read, where weights are quantised; None: an element's.
     weight_bytes: float | None = None
+    four_bit_peak: float | None = None  # of products of 4-bit numbers; None: they are computed as wider ones
     source: str = ""
 
     def seconds_per_parameter(self, rows: float, element_bytes: int) -> float:
@@ -157,7 +166,17 @@ class DeviceSpec:
 
     def ridge_rows(self, element_bytes: int) -> float:
         """Rows at which reading the weights and multiplying with them take equally long."""
-        return element_bytes * self.matmul_peak / (2.0 * self.read_bandwidth)
+        width = element_bytes if self.weight_bytes is None else self.weight_bytes
+        return width * self.matmul_peak / (2.0 * self.read_bandwidth)
+
+    def for_layers(self, model: ModelShape) -> DeviceSpec:
+        """What the products of this model's layers meet: quantised weights are read narrower, and multiplied faster
+        where the device multiplies numbers so narrow."""
+        if model.layer_weight_bytes is None:
+            return self
+        return replace(
+            self, weight_bytes=model.layer_weight_bytes, matmul_peak=self.four_bit_peak or self.matmul_peak
+        )
 
 
 def model_shape(name: str) -> ModelShape:
@@ -206,6 +225,7 @@ def layers_seconds(model: ModelShape, device: DeviceSpec) -> PiecewiseLinear:
     The time of a layer is taken as a fixed part plus a part in proportion to its parameters, which is the line through
     the two measured shapes; it is never faster than the device's memory or its best rate.
     """
+    device = device.for_layers(model)
     ordered = sorted(matmul_curves(device), key=lambda curve: curve.layer_parameters)
     knots = sorted({rows for curve in ordered for rows in curve.rows})
     values = []
@@ -246,7 +266,8 @@ def as_held(model: ModelShape, device: DeviceSpec) -> ModelShape:
 
 
 def kv_capacity_tokens(model: ModelShape, device: DeviceSpec) -> int:
-    """Token slots that fit beside the weights in the share of the device's memory that may be used."""
+    """Token slots that fit beside the weights in the share of the device's memory that may be used. Of a model over
+    ranks: what one of them holds (`network.rank_shape`)."""
     held = as_held(model, device)
     usable = int(device.memory_bytes * MEMORY_SHARE)
     left = usable - held.weight_bytes - held.encoding_bytes
@@ -357,6 +378,10 @@ MODELS: dict[str, ModelShape] = {
         replace(_llama3("llama-3.2-1b", 16, 2048, 8192, 32), head_dim=64, tied=True),
         _llama3("llama-3.1-8b", 32, 4096, 14_336, 32),
         _llama3("llama-3.1-70b", 80, 8192, 28_672, 64),
+        # NVIDIA's FP4 checkpoint: 4 bits and a byte of scale for 16 weights in layers, KV in FP8, the rest in bf16.
+        replace(
+            _llama3("llama-3.3-70b", 80, 8192, 28_672, 64), layer_weight_bytes=0.5625, kv_element_bytes=1
+        ),
         _SMOLLM2,
         replace(_SMOLLM2, name="smolvlm-256m", vocab=49_280, tied=False, encoder=_SMOLVLM_ENCODER),
         replace(
@@ -426,8 +451,9 @@ _H200 = DeviceSpec(
 )
 
 
-_PUBLISHED_BANDWIDTH = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
-_PUBLISHED_FLOPS = {"h200": 989e12, "h100": 989e12, "a100": 312e12}  # dense bf16
+_PUBLISHED_BANDWIDTH = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12, "b200": 8e12}
+_PUBLISHED_FLOPS = {"h200": 989e12, "h100": 989e12, "a100": 312e12, "b200": 2250e12}  # dense bf16
+_PUBLISHED_FOUR_BIT_FLOPS = {"b200": 9000e12}  # dense
 # Other variants of these chips have other memories and clocks.
 _DRIVER_NAMES = {
     "NVIDIA H200": "h200",
@@ -440,6 +466,7 @@ def _from_data_sheet(name: str, memory_bytes: int, host_link_bandwidth: float) -
     """A GPU known by its data sheet alone, granted the share of its limits that the H200 reached."""
     bandwidth_ratio = _PUBLISHED_BANDWIDTH[name] / _PUBLISHED_BANDWIDTH["h200"]
     flops_ratio = _PUBLISHED_FLOPS[name] / _PUBLISHED_FLOPS["h200"]
+    four_bit = _PUBLISHED_FOUR_BIT_FLOPS.get(name)
     return replace(
         _H200,
         name=name,
@@ -448,6 +475,7 @@ def _from_data_sheet(name: str, memory_bytes: int, host_link_bandwidth: float) -
         matmul_peak=_H200.matmul_peak * flops_ratio,
         matmul_curves=(),
         attention_flops=_H200.attention_flops * flops_ratio,
+        four_bit_peak=None if four_bit is None else four_bit * _H200.matmul_peak / _PUBLISHED_FLOPS["h200"],
         host_link_bandwidth=host_link_bandwidth,
         source="published peaks times the efficiency measured on an H200; nothing measured",
     )
@@ -494,6 +522,7 @@ DEVICES: dict[str, DeviceSpec] = {
         _H200,
         _from_data_sheet("h100", 81_559 * MIB, 50e9),
         _from_data_sheet("a100", 81_920 * MIB, 25e9),
+        _from_data_sheet("b200", 180 * 10**9, 50e9),  # an eighth of a DGX B200, as its data sheet has it
         _CPU_2CORE,
         _CPU_2CORE_XEON,
     )

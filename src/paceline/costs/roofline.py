@@ -15,6 +15,7 @@ from typing import NamedTuple
 from paceline.config.encoder import EncoderWork
 from paceline.config.engine import PreemptionCosts, StepCosts
 from paceline.costs.cost_model import CostModel, StepShape
+from paceline.costs.network import CANDIDATE_BYTES, LEAD_S, LINKS, SUMS_PER_LAYER, Link, rank_shape
 from paceline.costs.presets import (
     ENCODED_TOKENS,
     ENCODED_UNITS,
@@ -42,22 +43,27 @@ class RooflineParts(NamedTuple):
     copy_s: float
     encode_s: float = 0.0
     place_s: float = 0.0
+    network_s: float = 0.0  # of several ranks: their sums, gathers, and plans told to them
 
 
 class Roofline(CostModel):
-    """Predicts a step of `model` on `device`."""
+    """Predicts a step of `model` on `device`, or on several of them that divide it as ranks over `link`."""
 
-    def __init__(self, model: ModelShape, device: DeviceSpec) -> None:
-        self.model = as_held(model, device)
+    def __init__(
+        self, model: ModelShape, device: DeviceSpec, ranks: int = 1, link: Link = LINKS["nvlink4"]
+    ) -> None:
+        self.model = as_held(rank_shape(model, ranks), device)
         self.device = device
+        self.ranks, self.link = ranks, link
         self._layers_s = layers_seconds(self.model, device)
         self._head_s = head_seconds(self.model, device)
         bandwidth = device.read_bandwidth * device.attention_efficiency
         self._kv_s = self.model.kv_bytes_per_token / bandwidth
         self._product_s = _attention_flops(self.model) / device.attention_flops
         self._elementwise_s = _elementwise_bytes(self.model) / bandwidth
-        self._logits_s = _LOGIT_PASSES * self.model.vocab * self.model.dtype_bytes / bandwidth
-        self._copy_s = 1.0 / device.host_link_bandwidth
+        num_logits = self.model.head_vocab or self.model.vocab
+        self._logits_s = _LOGIT_PASSES * num_logits * self.model.dtype_bytes / bandwidth
+        self._copy_s = 1.0 / (ranks * device.host_link_bandwidth)  # each copies its own part
         self._place_s = 2 * self.model.kv_bytes_per_token / bandwidth  # read and written
         self._position_s = self._encode_product_s = 0.0
         if self.model.encoder is not None:
@@ -90,7 +96,14 @@ class Roofline(CostModel):
             encode_s=shape.encode_positions * self._position_s
             + shape.encode_products * self._encode_product_s,
             place_s=shape.placed_tokens * self._place_s,
+            network_s=self._network_seconds(tokens, logit_rows) if self.ranks > 1 else 0.0,
         )
+
+    def _network_seconds(self, tokens: int, logit_rows: int) -> float:
+        """Sums behind both parts of every layer, and a gather of what each rank found in its part of the vocabulary."""
+        sum_s = self.link.sum_seconds(tokens * self.model.hidden * self.model.dtype_bytes, self.ranks)
+        gather_s = self.link.gather_seconds(logit_rows * CANDIDATE_BYTES * self.ranks, self.ranks)
+        return LEAD_S + SUMS_PER_LAYER * self.model.layers * sum_s + gather_s
 
 
 def _position_seconds(model: ModelShape, encoder: EncoderShape, device: DeviceSpec) -> float:

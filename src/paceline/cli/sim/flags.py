@@ -10,6 +10,7 @@ from paceline.core.sampling import MAX_OBJECTIVE_MS
 
 BUILT_IN_REQUESTS = 2_000
 ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
+LINK_NAMES = ("nvlink4", "nvlink5", "pcie5", "ib-ndr", "eth-100g", "wan")
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 HELP = f"""
@@ -151,6 +152,13 @@ class SimOptions(CheckedOptions):
     )
     model: str = option("llama-3.1-8b", "shape of the model", basic=True)
     device: str = option("h200", "device of each replica", basic=True)
+    tensor_parallel_sizes: str = option(
+        "1",
+        "devices that divide one model as ranks; several numbers, separated by commas, are compared",
+        flag="--tensor-parallel-size",
+        metavar="N[,N...]",
+    )
+    link: str = option("nvlink4", "between these devices", choices=LINK_NAMES)
     cost_model: str = option(
         "",
         "step times from a fitted cost model or a run log, instead of the roofline model",
@@ -163,6 +171,12 @@ class SimOptions(CheckedOptions):
         low=0.0,
         high=10.0,
         default_text="0.0003, or from the cost model",
+    )
+    host_row_us: float = option(
+        0.0,
+        "host time for each decoding row of a step, in microseconds, as of engines that loop over requests",
+        low=0.0,
+        high=1e6,
     )
     calibrate: str = option(
         "",

@@ -21,6 +21,7 @@ from paceline.config.encoder import ENCODE_PARTS
 from paceline.config.engine import EVICTIONS
 from paceline.config.speculative import read_speculative_config
 from paceline.core.recorder import StepRecorder
+from paceline.costs.network import link_of
 from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.run_record import RunRecord
@@ -77,7 +78,7 @@ class SimulatedLoad:
 
 def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     """Every run of the command line, checked as far as it can be without running."""
-    machine = machine_of(options.model, options.device, options.cost_model)
+    machines = machines_of(options)
     drafts = read_speculative_config(options.speculative_config)
     acceptance = None if drafts is None else Acceptance.read(options.acceptance)
     slo = parse_slo(options.slo)
@@ -89,7 +90,9 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     loads = _loads(options)
     several = sum(load.requested for load in loads) > 1
     runs = []
-    for series, chosen, clairvoyant, levels in compared:
+    for (series, chosen, clairvoyant, levels), machine in product(compared, machines):
+        if len(machines) > 1:
+            series = f"tp {machine.ranks}" if len(compared) == 1 else f"{series} tp {machine.ranks}"
         for load in loads:
             label = rate_label(series, load.rate) if several or not load.requested else series
             config = SimConfig(
@@ -102,6 +105,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 models=models,
                 router=options.router,
                 **host_costs(machine.cost, options.host_step_s),
+                host_row_s=options.host_row_us / 1e6,
                 priorities=options.priorities,
                 deadline_s=None if options.deadline_ms is None else (options.deadline_ms / 1e3, 0.0),
                 ttft_slo_ms=options.ttft_slo_ms,
@@ -122,7 +126,9 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 config=config,
                 requested=load.requested,
                 slo=slo,
-                device_hour_price=options.device_hour_price,
+                device_hour_price=None
+                if options.device_hour_price is None
+                else options.device_hour_price * machine.ranks,
             )
             runs.append(run)
     if options.log and (sum(run.requested for run in runs) > 1 or options.replicas > 1 or models):
@@ -277,6 +283,27 @@ def machine_of(model: str, device: str, cost_model: str) -> Machine:
     if not cost_model:
         return machine
     return replace(machine, cost=load_cost_model(cost_model, machine.kv_bytes_per_token))
+
+
+def machines_of(options: SimOptions) -> list[Machine]:
+    """One for each number of ranks; a cost model that was fitted is of one device."""
+    sizes = parse_ranks(options.tensor_parallel_sizes)
+    if sizes == [1]:
+        return [machine_of(options.model, options.device, options.cost_model)]
+    if options.cost_model:
+        raise InputError("--cost-model was fitted to one device: leave --tensor-parallel-size out")
+    model, device, link = model_shape(options.model), device_spec(options.device), link_of(options.link)
+    return [Machine.of(model, device, ranks=ranks, link=link) for ranks in sizes]
+
+
+def parse_ranks(text: str) -> list[int]:
+    """`1,2,4` as numbers, in order."""
+    parts = split_list(text, "--tensor-parallel-size")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(
+            f"--tensor-parallel-size '{text}' is not understood; give numbers of devices, as in 1,2,4,8"
+        )
+    return sorted({int(part) for part in parts})
 
 
 def _loads(options: SimOptions) -> list[SimulatedLoad]:

@@ -65,7 +65,7 @@ def print_results(results: Sequence[Result], options: SimOptions) -> None:
             for result in results
         ]
         show_table("Around that rate", compact_table(named))
-    for line in _knee_lines(results):
+    for line in [*_knee_lines(results), *_rank_lines(requested)]:
         print(line)
     if options.check:
         print(f"Every invariant held, in every step of {len(results)} run{'s' * (len(results) > 1)}.")
@@ -118,6 +118,23 @@ def _knee_lines(results: Sequence[Result]) -> list[str]:
             knee = curve.knee
             seen = f"not between {min(rates):.4g} and {max(rates):.4g}/s" if knee is None else f"{knee:.4g}/s"
             lines.append(f"Knee of {curve.label} (the rate after which p99 TTFT doubles): {seen}")
+    return lines
+
+
+def _rank_lines(results: Sequence[Result]) -> list[str]:
+    """What more ranks bring, beside the fewest of the same rate."""
+    machine_of = {result.run.label: result.run.config.machine for result in results}
+    lines = []
+    for rate in dict.fromkeys(result.run.rate for result in results):
+        alike = [result for result in results if result.run.rate == rate]
+        least = min(alike, key=lambda result: result.run.config.machine.ranks)
+        for result in alike:
+            ranks, of = (machine_of[each.run.label].ranks for each in (result, least))
+            rates = [each.summary.output_tokens_per_s for each in (result, least)]
+            if ranks > of and rates[0] and rates[1] and result.run.mode == least.run.mode:
+                lines.append(
+                    f"{result.run.label}: {rates[0] / rates[1]:.2f} times the output tokens/s of tp {of}"
+                )
     return lines
 
 

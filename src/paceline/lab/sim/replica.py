@@ -233,6 +233,7 @@ class Replica:
             seed=config.seed,
         )
         self.runner.links = _links_of(config)
+        self.runner.host_row_s = config.host_row_s
         self._reads = TimedReads(self.clock, config.adapter_read_s)
         self.engine = build_engine(
             config.engine,

@@ -96,6 +96,7 @@ class TimedRunner:
         self._acceptance = None if drafts is None else drafts.acceptance
         self._draft_sizes = () if drafts is None else drafts.sizes
         self._seed = seed
+        self.host_row_s = 0.0  # what each decoding row costs the host on top of its step
         # Over which copies run beside steps; None: swaps are part of their step.
         self.links: Links | None = None
         self._link_free_s = [0.0, 0.0, 0.0]  # out, in, disk: when each has done everything it was given
@@ -138,7 +139,7 @@ class TimedRunner:
         assert plan.seq == self._next_seq, f"plan {plan.seq} came after plan {self._next_seq - 1}"
         self._next_seq += 1
         self.num_submitted += 1
-        self._clock.advance(self._host_step_s)
+        self._clock.advance(self._host_step_s + plan.work.decode_rows * self.host_row_s)
         self._take_over(plan)
         drafted = None if self._acceptance is None else self._draft(plan, self._acceptance)
         start_s = max(self._clock.now(), self._free_s)

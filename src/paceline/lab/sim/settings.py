@@ -18,6 +18,7 @@ from paceline.config.options import from_values, pick
 from paceline.config.speculative import DRAFT_BUCKETS, DraftConfig
 from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.fit import FittedCost, TimeSpread, preset_cost
+from paceline.costs.network import LINKS, Link, rank_shape
 from paceline.costs.presets import MODELS, DeviceSpec, ModelShape, as_held, kv_capacity_tokens
 from paceline.costs.roofline import SIZES, encoder_work, preemption_costs, step_costs
 from paceline.errors import InputError
@@ -36,16 +37,27 @@ HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on a device, and what its steps cost."""
+    """A model on a device, or on several that divide it as ranks, and what its steps cost."""
 
     model: ModelShape
     device: DeviceSpec
     cost: CostModel
+    ranks: int = 1
+    link: Link = LINKS["nvlink4"]
 
     @classmethod
-    def of(cls, model: ModelShape, device: DeviceSpec, cost: CostModel | None = None) -> Machine:
+    def of(
+        cls,
+        model: ModelShape,
+        device: DeviceSpec,
+        cost: CostModel | None = None,
+        *,
+        ranks: int = 1,
+        link: Link = LINKS["nvlink4"],
+    ) -> Machine:
         """With the preset's costs unless others are given."""
-        return cls(model=model, device=device, cost=cost if cost is not None else preset_cost(model, device))
+        found = cost if cost is not None else preset_cost(model, device, ranks, link)
+        return cls(model=model, device=device, cost=found, ranks=ranks, link=link)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -62,7 +74,7 @@ class Machine:
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that fit beside the weights, the null block included."""
-        return kv_capacity_tokens(self.model, self.device) // block_size + 1
+        return kv_capacity_tokens(rank_shape(self.model, self.ranks), self.device) // block_size + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +86,7 @@ class SimConfig:
     num_replicas: int = 1
     router: str = "least-loaded"
     host_step_s: float = HOST_STEP_S
+    host_row_s: float = 0.0  # and for each decoding row
     request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
     spread: TimeSpread = field(default_factory=TimeSpread)  # how far steps of one shape differ
     priorities: str = "none"  # see requests.draw_priorities
@@ -119,11 +132,17 @@ class SimConfig:
         return {
             "model": self.machine.model.name,
             "device": self.machine.device.name,
+            **(
+                {"ranks": self.machine.ranks, "link": self.machine.link.name}
+                if self.machine.ranks > 1
+                else {}
+            ),
             "cost_model": type(self.machine.cost).__name__.lower(),
             "replicas": self.num_replicas,
             "router": self.router,
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
+            **({"host_row_s": self.host_row_s} if self.host_row_s else {}),
             **({"request_s": self.request_s} if self.request_s else {}),
             **({"spread": _described(self.spread)} if self.spread != TimeSpread() else {}),
             "priorities": self.priorities,
