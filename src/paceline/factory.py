@@ -237,8 +237,7 @@ def load_model(
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
 
-    # Raises at once for a bad option.
-    drafts = read_speculative_config(model.speculative_config)
+    drafts = read_speculative_config(model.speculative_config)  # raises at once for a bad option
     make_policy(SchedulerConfig(**pick(SchedulerConfig, given)))
     if given.get("run_log"):
         from paceline.audit.run_recorder import check_run_log
@@ -274,6 +273,7 @@ def load_model(
         guide_maker=guide_maker(tokenizer, on_gpu=on_gpu),
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
+    engine.ends = tuple(ends)
     if disk is not None:
         notices += disk.attach(engine.scheduler)
         engine.on_close = disk.close

@@ -324,6 +324,11 @@ class Request:
         return len(self.tokens)
 
     @property
+    def has_output(self) -> bool:
+        """It came with output, or has left a row with some."""
+        return len(self.tokens) > self.num_prompt
+
+    @property
     def max_total(self) -> int:
         """Prompt and output together, at most."""
         if self.sampling.pooling is not None:

@@ -44,6 +44,7 @@ from paceline.engine.guides import Guides
 from paceline.engine.media import Media
 from paceline.engine.modules import Modules
 from paceline.engine.prefix_keys import keys_in_parts
+from paceline.engine.resumed import Outputs, has_stopped, take_up
 from paceline.engine.stand_ins import FailedStep, NoRunner
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
@@ -97,6 +98,7 @@ class Engine:
         self.adapters = Adapters(scheduler)
         self.media = Media(scheduler)
         self.modules = Modules(scheduler)
+        self.ends: tuple[int, ...] = ()  # tokens that end an output
         self.on_close: Callable[[], object] = lambda: None  # called last, once
         self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
         self._in_flight: deque[StepInFlight] = deque()
@@ -120,6 +122,7 @@ class Engine:
         modules: Sequence[ModulePart] = (),
         is_module: bool = False,
         keys: Sequence[BlockKey] | None = None,
+        outputs: Outputs | None = None,
     ) -> list[RequestId]:
         """Accept a prompt; returns the ids of its `sampling.n` branches. All are accepted or none is.
 
@@ -128,11 +131,15 @@ class Engine:
         prompt whose KV is computed alone and copied to its place, in the order of the prompt; their tokens stand in it.
         Where a module is not in the cache, it is computed first. `is_module`: the prompt is such a text, and is there
         for nothing else (with a pin, it stays): it ends without output, and prompts that place it find its blocks.
-        `keys`: those of the prompt, where they have been made.
+        `keys`: those of the prompt, where they have been made. `outputs`: what is known of each branch's output, None
+        for a branch that has ended: the request goes on behind it, see `engine.resumed`, and the ids are those of the
+        branches that go on.
         """
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         given = Given(tenant, service_level, arrival_s, adapter, media, modules, is_module, keys)
         branches = self._family(tokens, sampling, given)
+        if outputs is not None:
+            branches = take_up(branches, outputs, self._hooks)
         due_s = sooner(deadline_s, arrival_s, sampling.deadline_ms)
         for branch in branches:
             branch.deadline_s = due_s
@@ -146,6 +153,9 @@ class Engine:
             self.media.hold(branches[0], media)
         if sampling.structured_outputs is not None:
             self.guides.add(branches, guide)
+        for branch in branches if outputs is not None else ():
+            if has_stopped(branch, self.ends) or self.guides.is_over(branch.id):
+                self.scheduler.finish_at(branch.id, branch.num_tokens - branch.num_prompt)
         return [branch.id for branch in branches]
 
     def forecast(

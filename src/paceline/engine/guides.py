@@ -86,7 +86,7 @@ class Guides:
             self._ends[request.id] = request.num_tokens
             structure = request.sampling.structured_outputs
             if guide is not None:
-                self._guides[request.id] = guide.copy()
+                self._stand_behind(request, guide)
             elif structure is not None and not request.is_terminal:
                 self._waiting[request.id] = structure
                 until_s = self._scheduler.state.now_s + COMPILE_S
@@ -157,8 +157,28 @@ class Guides:
             if guide is not None:
                 del self._waiting[request_id]
                 self._changed()
-                self._guides[request_id] = guide
-                self._scheduler.unblock(request_id)
+                if self._stand_behind(request, guide):
+                    self._scheduler.unblock(request_id)
+                if self.is_over(request_id):
+                    self._scheduler.finish_at(request_id, request.num_tokens - request.num_prompt)
+
+    def _stand_behind(self, request: Request, guide: Guide) -> bool:
+        """A request gets its guide, behind the output that it came with. False: it does not allow that, and the request
+        ends."""
+        known = request.tokens[request.num_prompt :].tolist()
+        try:
+            self._guides[request.id] = _behind(guide, known)
+        except InvalidTransition:
+            self._guides[request.id] = guide.copy()
+            self._end(self._guides, request.id, Rule.GRAMMAR_ERROR.value)
+            self._scheduler.fail(request.id, Rule.GRAMMAR_ERROR.value)
+            return False
+        return True
+
+    def is_over(self, request_id: RequestId) -> bool:
+        """Whether a request's structure is complete."""
+        guide = self._guides.get(request_id)
+        return guide is not None and guide.is_over
 
     def of_rows(self, plan: StepPlan) -> dict[int, Guide]:
         """The guides of requests that have a row, by row: for the step that has just been planned. The same value as

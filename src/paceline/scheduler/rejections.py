@@ -192,7 +192,9 @@ def _no_tree(state: SchedulerState, requests: Sequence[Request]) -> Rejection | 
 
 
 def _no_place(state: SchedulerState, requests: Sequence[Request]) -> Rejection | None:
-    """Why the queue does not take them now."""
+    """Why the queue does not take them now. Those that come with output have waited elsewhere."""
+    if any(request.has_output for request in requests):
+        return None
     num_tokens = sum(request.num_tokens for request in requests)
     config, queue = state.config, state.queue
     if len(queue) + len(requests) > config.max_queue:

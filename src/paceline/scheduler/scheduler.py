@@ -124,10 +124,10 @@ class Scheduler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Accept new requests, all of them or none. Raises when one can never fit, cannot make its times, or the queue
-        is full."""
+        is full. One that comes with output was accepted before, elsewhere, and is not refused for others."""
         self._tick()
         self.state.kv.pins.expire()
-        rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
+        rejection = rejection_of(self.state, requests) or self._too_late(requests)
         if rejection is not None:
             self._reject(rejection.requests, rejection.rule)
             raise rejection.error
@@ -139,10 +139,14 @@ class Scheduler:
                 self.state.decide(
                     DecisionKind.FORK, request, Rule.BRANCHED, request.shares, figures, detail=score
                 )
+        for request in requests:
+            if request.has_output and request.num_tokens == request.max_total:  # nothing is left to generate
+                self.state.queue.remove(request)
+                self.state.close(request, FinishReason.LENGTH)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise the error these requests would be rejected with if they came now."""
-        rejection = rejection_of(self.state, requests) or self._too_late(requests[0])
+        rejection = rejection_of(self.state, requests) or self._too_late(requests)
         if rejection is not None:
             raise rejection.error
 
@@ -505,10 +509,12 @@ class Scheduler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _too_late(self, request: Request) -> Rejection | None:
-        """Why a request cannot make its times; a branch of one that runs is not asked."""
-        wanted = request.sampling
+    def _too_late(self, requests: Sequence[Request]) -> Rejection | None:
+        """Why a request cannot make its times; a branch of one that runs, and one that has begun, is not asked."""
+        request, wanted = requests[0], requests[0].sampling
         if not wanted.has_objectives or wanted.on_infeasible == "try" or request.parent is not None:
+            return None
+        if any(each.has_output for each in requests):
             return None
         forecast = self.forecast(request)
         return None if forecast is None else late_rejection(request, forecast)

@@ -485,7 +485,7 @@ class SchedulerState:
                 time_s=self.now_s,
                 num_prompt=request.num_prompt,
                 num_output=num_output,
-                num_cached=request.num_cached,
+                num_cached=min(request.num_cached, request.num_prompt),  # it may have come with output
                 preemptions=request.preemptions,
                 queue_s=queue_s if queue_s > 0.0 else 0.0,  # arrivals come from outside
                 cost=request.cost,

@@ -119,7 +119,7 @@ class OutputStats:
         self._by_tenant[tenant] = own  # the most recent tenant is the last to be dropped
         if len(self._by_tenant) > MOST_TENANTS:
             del self._by_tenant[next(iter(self._by_tenant))]
-        cached = request.num_cached / request.num_prompt
+        cached = min(1.0, request.num_cached / request.num_prompt)
         for averages in (self._all, own):
             averages.learn(num_output, reason is _STOP, cached)
 
