@@ -25,11 +25,12 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
-from paceline.core.stretch import PLAIN, MediaPart, ModulePart, PromptParts
+from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.errors import InvalidRequest, PacelineError, QueueFull, UnknownAdapter
 from paceline.process import frames
 from paceline.process.channel import HEADER, Rejects
 from paceline.process.client import (
+    Begun,
     EngineInfo,
     EngineState,
     EngineStats,
@@ -112,8 +113,10 @@ class AsyncEngine:
         tree: TreeLimits | None = None,
         adapter: int = NO_ADAPTER,
         parts: PromptParts = PLAIN,
+        begun: Begun | None = None,
     ) -> Stream:
         """See `EngineClient`. Raises EngineUnavailable, or QueueFull when the engine does not read fast enough."""
+        outputs, age_s = begun or ((), 0.0)
         payload = self._payload(
             tokens,
             sampling,
@@ -122,13 +125,15 @@ class AsyncEngine:
             timeout_s,
             tree=tree,
             adapter=adapter,
-            media=tuple([_item(part) for part in parts.media]),
+            media=tuple([frames.item_of(part) for part in parts.media]),
             modules=tuple(map(frames.Module.of, parts.modules)),
             is_module=parts.is_module,
+            outputs=tuple([None if each is None else frames.column_of(each, "outputs") for each in outputs]),
+            age_s=age_s,
         )
         for _, given in parts.media:
             self._send_pixels(given.pixels)
-        return self._start(payload, sampling.n)
+        return self._start(payload, sampling.n, [place for place, each in enumerate(outputs) if each is None])
 
     def fork(
         self,
@@ -143,18 +148,27 @@ class AsyncEngine:
         """See `EngineClient`. Raises as `submit` does."""
         self._check_unsent(self._ready_sender())
         frame = frames.Fork(
-            self._numbers.next, number, count, at, _column(append, "append"), score, dict(changes or {})
+            self._numbers.next,
+            number,
+            count,
+            at,
+            frames.column_of(append, "append"),
+            score,
+            dict(changes or {}),
         )
         return self._start(frames.encode(frame), count)
 
-    def _start(self, payload: bytes, count: int) -> Stream:
-        """Send branches under the next numbers, and follow them."""
+    def _start(self, payload: bytes, count: int, ended: Sequence[int] = ()) -> Stream:
+        """Send branches under the next numbers, and follow them; those at the places `ended` are not made."""
         sender, first = self._ready_sender(), self._numbers.next
         self._numbers.next += count
         stream = Stream(first, count, self._undelivered, close=self._close, finish_at=self._finish_at)
         self._streams[first] = stream
         for branch in stream.branches:
             self._branches[branch.id] = branch
+        for place in ended:
+            del self._branches[first + place]
+        stream.num_open -= len(ended)
         sender.send(payload)
         return stream
 
@@ -173,7 +187,7 @@ class AsyncEngine:
         max_tokens: int | None = None,
         modules: Sequence[ModulePart] = (),
     ) -> None:
-        column, sent = _column(tokens, "tokens"), tuple(map(frames.Module.of, modules))
+        column, sent = frames.column_of(tokens, "tokens"), tuple(map(frames.Module.of, modules))
         answer = await self._ask(
             lambda question: frames.ExtendBranch(question, number, column, max_tokens, sent)
         )
@@ -324,14 +338,13 @@ class AsyncEngine:
         service_level.check()
         add = frames.Add(
             first=self._numbers.next,
-            tokens=_column(tokens),
+            tokens=frames.column_of(tokens),
             sampling=frames.Sampling.of(sampling),
             tenant=tenant,
             priority=service_level.priority,
-            submitted_s=time.monotonic(),
-            timeout_s=timeout_s,
+            left_s=timeout_s,
             service_class=service_level.service_class,
-            **more,
+            **({"age_s": 0.0} | more),
         )
         payload = frames.encode(add)
         around = HEADER.size + (frames.FOR_MODEL_BYTES if self._number else 0)
@@ -579,15 +592,3 @@ class AsyncEngine:
         self._streams.pop(stream.first, None)
         for branch in stream.branches:
             self._branches.pop(branch.id, None)
-
-
-def _item(part: MediaPart) -> frames.Item:
-    given = part.given
-    return frames.Item(part.start, given.content, given.units, given.outputs, given.grid, given.pixels.shape)
-
-
-def _column(tokens: Sequence[int], name: str = "prompt") -> bytes:
-    try:
-        return np.array(tokens, dtype=frames.TOKEN).tobytes()
-    except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequest(f"{name} is a list of token ids", param=name) from error

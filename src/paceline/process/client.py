@@ -173,6 +173,13 @@ class EngineStream(Protocol):
         """Abort what still runs; does nothing for branches that have ended. May be called twice."""
 
 
+class Begun(NamedTuple):
+    """How far a request is that another engine had begun."""
+
+    outputs: tuple[Sequence[int] | None, ...]  # of its branches; None: that one has ended
+    age_s: float  # since it came
+
+
 class Explanation(NamedTuple):
     """What an engine knows about a branch."""
 

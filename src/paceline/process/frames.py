@@ -28,6 +28,7 @@ requests, so that these share theirs with others:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
@@ -43,7 +44,7 @@ from paceline.core.request import BranchState, Change, ChangeOutcome, TreeLimits
 from paceline.core.sampling import PARAMETERS, SamplingParams
 from paceline.core.service_class import CLASSES, DEFAULT_CLASS
 from paceline.core.standing import Standing
-from paceline.core.stretch import ModulePart
+from paceline.core.stretch import MediaPart, ModulePart
 from paceline.errors import (
     DeadlineImpossible,
     DeadlineInfeasible,
@@ -195,8 +196,9 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sampling: Sampling
     tenant: str
     priority: Priority
-    submitted_s: float  # monotonic: the clock of the machine, the same in both processes
-    timeout_s: float | None
+    # Durations and no times: clocks of two machines have nothing in common.
+    age_s: float  # since it came
+    left_s: float | None  # until it ends at the latest
     only_forecast: bool = False  # it is not to be served, only the forecast is wanted
     service_class: ServiceClass = DEFAULT_CLASS
     tree: TreeLimits | None = None
@@ -204,6 +206,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     media: tuple[Item, ...] = ()
     modules: tuple[Module, ...] = ()
     is_module: bool = False  # it is such a text alone
+    # Of a request that another engine had begun: the output of each branch, None for one that has ended.
+    outputs: tuple[bytes | None, ...] = ()  # TOKEN
 
 
 class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
@@ -469,6 +473,19 @@ FOR_MODEL_BYTES = 32  # what a frame for another model than the first has around
 def for_model(model: int, payload: bytes) -> bytes:
     """A frame for a model, or of it."""
     return encode(ForModel(model, payload)) if model else payload
+
+
+def column_of(tokens: Sequence[int], name: str = "prompt") -> bytes:
+    """Token ids as they travel. Raises InvalidRequest for what are none."""
+    try:
+        return np.array(tokens, dtype=TOKEN).tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequest(f"{name} is a list of token ids", param=name) from error
+
+
+def item_of(part: MediaPart) -> Item:
+    given = part.given
+    return Item(part.start, given.content, given.units, given.outputs, given.grid, given.pixels.shape)
 
 
 # What decoding raises for bytes that are no frame of ours.

@@ -342,7 +342,7 @@ class ModelService:
             sampling = add.sampling.params()
             sampling.check_vocabulary(self._vocab_size)
             _check_logprobs(sampling)
-            if add.timeout_s is not None and not 0 <= add.timeout_s < LONGEST_TIMEOUT_S:
+            if add.left_s is not None and not 0 <= add.left_s < LONGEST_TIMEOUT_S:
                 raise InvalidRequest("the timeout is no time a request could take", param="timeout")
             service_level = ServiceLevel(add.service_class, add.priority)
             modules = [each.part for each in add.modules]
@@ -359,22 +359,22 @@ class ModelService:
                 self._send_forecast(add.first, forecast)
                 return
             now_s = time.monotonic()
-            age_s = now_s - add.submitted_s
-            submitted_s = add.submitted_s if 0 <= age_s < OLDEST_SUBMISSION_S else now_s
+            age_s = add.age_s if 0 <= add.age_s < OLDEST_SUBMISSION_S else 0.0
             self.engine.number_from(RequestId(add.first))
             self.engine.add(
                 tokens,
                 sampling,
                 tenant=add.tenant,
                 service_level=service_level,
-                arrival_s=submitted_s,
-                deadline_s=None if add.timeout_s is None else submitted_s + add.timeout_s,
+                arrival_s=now_s - age_s,
+                deadline_s=None if add.left_s is None else now_s + add.left_s,
                 tree=add.tree,
                 adapter=add.adapter,
                 media=media,
                 modules=modules,
                 is_module=add.is_module,
                 keys=keys,
+                outputs=self._outputs(add),
             )
         except PacelineError as error:
             place_s = self.engine.scheduler.next_place_s() if isinstance(error, QueueFull) else None
@@ -386,6 +386,11 @@ class ModelService:
             else:
                 num_prompt = len(add.tokens) // frames.TOKEN.itemsize
                 self._fail(add.first, max(1, add.sampling.n), num_prompt)
+
+    def _outputs(self, add: frames.Add) -> list[list[int] | None] | None:
+        """What is known of each branch; None: nothing, the request is new."""
+        columns = add.outputs
+        return [each if each is None else self._tokens(each, "outputs").tolist() for each in columns] or None
 
     def _fork(self, fork: frames.Fork) -> None:
         try:

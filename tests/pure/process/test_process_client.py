@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ from paceline.errors import (
 )
 from paceline.process import frames, questions
 from paceline.process.async_engine import AsyncEngine
-from paceline.process.client import EngineState, EngineStats, EngineUnavailable, Explanation
+from paceline.process.client import Begun, EngineState, EngineStats, EngineUnavailable, Explanation
 from paceline.process.supervisor import RestartBudget
 from tests.fake_engine import finished
 from tests.pure.process.test_process_frames import INFO
@@ -82,10 +81,22 @@ def test_branches_are_numbered_one_behind_the_other() -> None:
     adds = [message for message in sender.sent if isinstance(message, frames.Add)]
     assert [add.first for add in adds] == [1, 2, 5]
     assert [add.sampling.n for add in adds] == [1, 3, 2]
-    assert (adds[0].tenant, adds[0].timeout_s) == ("a", 2.5)
+    assert (adds[0].tenant, adds[0].left_s) == ("a", 2.5)
     assert (adds[0].service_class, adds[0].priority) == ("spot", -1)
     assert np.frombuffer(adds[0].tokens, frames.TOKEN).tolist() == [1, 2]
-    assert abs(adds[0].submitted_s - time.monotonic()) < 5
+    assert (adds[0].age_s, adds[0].outputs) == (0.0, ())
+
+
+def test_what_another_engine_had_begun_comes_with_its_output_and_without_what_has_ended() -> None:
+    client, sender = connected()
+    stream = client.submit(
+        [1, 2], SamplingParams(n=3), tenant="a", begun=Begun(outputs=([7, 8], None, []), age_s=2.5)
+    )
+    (add,) = [message for message in sender.sent if isinstance(message, frames.Add)]
+    known = [None if each is None else np.frombuffer(each, frames.TOKEN).tolist() for each in add.outputs]
+    assert (known, add.age_s) == ([[7, 8], None, []], 2.5)
+    client.on_update(frames.Update(1.0, endings=[ending(1), ending(3)]))
+    assert stream.num_open == 0 == client.num_open and not client._branches
 
 
 def test_a_reader_gets_its_own_updates_in_order() -> None:

@@ -61,8 +61,8 @@ TO_ENGINE = [
         sampling=frames.Sampling.of(SAMPLING),
         tenant="tenant",
         priority=-2,
-        submitted_s=12.5,
-        timeout_s=None,
+        age_s=12.5,
+        left_s=None,
     ),
     frames.Steer(
         1, DialSetting(kind=DialKind.POSITION, value=0.5), PolicyChange(name="", options={"a": 1.5})
@@ -140,8 +140,8 @@ def add(**changes: Any) -> list[Any]:
         "sampling": {"max_tokens": 1},
         "tenant": "a",
         "priority": 0,
-        "submitted_s": 0.0,
-        "timeout_s": None,
+        "age_s": 0.0,
+        "left_s": None,
     }
     return ["add", *{**plain, **changes}.values()]
 
@@ -167,7 +167,7 @@ def add(**changes: Any) -> list[Any]:
         add(tenant=None),
         add(priority=2**31),
         add(asks=False, service_class="gold"),
-        add(timeout_s="soon"),
+        add(left_s="soon"),
     ],
 )
 def test_what_is_no_message_to_the_engine_is_refused(message: object) -> None:
