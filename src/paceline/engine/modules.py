@@ -64,13 +64,15 @@ class Modules:
         for request, stretch in list(self.orders.values()):
             keys = request.modules[stretch.item].keys
             end = stretch.start + len(keys) * self._block_size
+            first_ms = request.sampling.ttft_slo_ms
             module = Request(
                 RequestId(self._next_id),
                 request.tokens[stretch.start : end].copy(),
-                SamplingParams(max_tokens=1, temperature=0.0),
+                SamplingParams(max_tokens=1, temperature=0.0, ttft_slo_ms=first_ms, on_infeasible="try"),
                 arrival_s=request.arrival_s,
                 tenant=request.tenant,
                 service_level=request.service_level,
+                deadline_s=request.deadline_s,
                 keys=keys,
             )
             module.model, module.adapter, module.is_module = request.model, request.adapter, True

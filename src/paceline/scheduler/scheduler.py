@@ -71,6 +71,7 @@ class Scheduler:
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
         pinning.settle(self.state)
+        self._end_deserted()
         if self._has_slept:
             self._has_slept = False
             note_wake(self.state)
@@ -261,6 +262,8 @@ class Scheduler:
         elif request.state is not RequestState.PAUSED:
             state.let_on(request)
             state.enqueue(request)
+        if request.id in state.queue:
+            self.composer.admission.ask_for_modules(request)
 
     def set_score(self, request_id: RequestId, score: float) -> None:
         """Where a branch stands among the others of its tree: the higher goes first and is preempted last."""
@@ -356,7 +359,7 @@ class Scheduler:
         self.state.decide(DecisionKind.CHANGE, request, Rule.PAUSED)
         self.state.queue.remove(request)
         request.move(RequestState.PAUSED)
-        self.state.modules.rests(request)
+        self.state.modules.stops(request)
 
     def resume(self, request_id: RequestId) -> None:
         """Let a paused request run again, at its old place in the order."""
@@ -542,11 +545,18 @@ class Scheduler:
         if request.is_module:
             state.modules.comes(request, state.orders)
         state.enqueue(request)
+        self.composer.admission.ask_for_modules(request)
         state.watch_deadline(request)
         if request.parent is not None and request.parent in state.requests:
             state.children.setdefault(request.parent, set()).add(request.id)
         if request.parent is not None or request.tree_limits is not None:
             state.join_tree(request)
+
+    def _end_deserted(self) -> None:
+        """The engine's own requests end with the last that waited for what they compute."""
+        for number in self.state.modules.take_deserted():
+            self.state.end(self.state.requests[number], FinishReason.ABORT)
+            self._after_leaving()
 
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:

@@ -252,11 +252,11 @@ class SchedulerState:
         ordered: NDArray[np.int64] = rows[np.lexsort((view.order, self.policy.order(view)))]
         return ordered
 
-    def waiting_in_order(self, count: int) -> list[Request]:
-        """The first `count` waiting requests in the order of admission."""
+    def waiting_in_order(self, count: int, at: NDArray[np.intp] | None = None) -> list[Request]:
+        """The first `count` waiting requests in the order of admission, of all or of those at some places."""
         view = self.queue.view(self.now_s)
         scores = self.mode.rank(view, self.policy.order(view))
-        return [self.queue.get(index) for index in first(view, scores, count).tolist()]
+        return [self.queue.get(index) for index in first(view, scores, count, at).tolist()]
 
     def unsure_rows(self) -> NDArray[np.bool_] | None:
         """Rows of which steps under way may verify drafts: how far they are is known only within bounds. None: none."""
@@ -445,10 +445,12 @@ class SchedulerState:
             self.adapters.drop_request(request.adapter)
         if request.media:
             self.encodings.drop_request(request, self.kv.submitted, self.kv.completed)
-        if request.modules or request.is_module:
-            waiting = self.modules.ends(request)
-            for each in waiting if reason is FinishReason.ERROR else ():
-                if each in self.queue:  # what it waits for would fail again
+        if request.modules:
+            self.modules.forget(request)
+        for each in self.modules.ends(request, reason) if request.is_module else ():
+            if each in self.queue:
+                self.queue.unpark(self.requests[each])
+                if reason is FinishReason.ERROR:  # what it waits for would fail again
                     self.end(self.requests[each], reason, detail)
         del self.orders[request.id]
         if request.parent is not None:
@@ -526,9 +528,10 @@ class SchedulerState:
 
     def forget_beyond(self, request: Request) -> None:
         """What was known of tokens behind its last one is of tokens it no longer has."""
+        before = request.stretches
         same = cut_stretches(request, request.num_tokens, self.kv.block_size)
-        if same < request.num_tokens:  # what it places is another text, or none
-            self.modules.ends(request)
+        if request.stretches is not before:  # what it places is another text, or none
+            self.modules.forget(request)
         del request.keys[same // self.kv.block_size :]
         request.peak_computed = min(request.peak_computed, request.num_tokens)
         for child in self.children.get(request.id, ()):

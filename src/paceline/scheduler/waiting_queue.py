@@ -33,6 +33,9 @@ class WaitingQueue:
         # One line per request: requests come and go far more often than a policy looks at a whole column.
         self._counts: NDArray[np.int64] = np.zeros((64, len(COUNTS)), np.int64)
         self._times: NDArray[np.float64] = np.zeros((64, len(TIMES)), np.float64)
+        # Those that wait for what others compute, and for nothing else.
+        self._parked: NDArray[np.bool_] = np.zeros(64, np.bool_)
+        self.num_parked = 0
         self.num_tokens = 0
         self.tenants: dict[int, int] = {}  # waiting requests by tenant; one without any is not listed
         self._last_tenant: int | None = None  # the last whose queue became empty
@@ -60,6 +63,7 @@ class WaitingQueue:
         if place == len(self._times):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+            self._parked = np.concatenate([self._parked, np.zeros_like(self._parked)])
         self._view = self._columns = None
         self._requests.append(request)
         self.tenants[tenant] = self.tenants.get(tenant, 0) + 1
@@ -74,6 +78,8 @@ class WaitingQueue:
         """Take a request out; the last one moves into its place."""
         if self.wishes is not None:
             self.wishes.leaves(request.id)
+        if self.num_parked:
+            self.unpark(request)
         self._view = self._columns = None
         place = self._place.pop(request.id)
         tenant = self._counts.item(place, TENANT)
@@ -90,12 +96,27 @@ class WaitingQueue:
             end = len(self._requests)
             self._counts[place] = self._counts[end]
             self._times[place] = self._times[end]
+            if self.num_parked:
+                self._parked[place], self._parked[end] = self._parked[end], False
         self.num_tokens -= request.num_tokens
 
     def backlog(self, beside: Collection[int]) -> Collection[int]:
         """The tenants that wait besides some; if there are none, the last one that did."""
         last = () if self._last_tenant is None else (self._last_tenant,)
         return self.tenants.keys() - beside or set(last).difference(beside)
+
+    def park(self, request: Request) -> None:
+        """A request is not looked at in its turn until it is unparked."""
+        self.num_parked += not self._parked[self._place[request.id]]
+        self._parked[self._place[request.id]] = True
+
+    def unpark(self, request: Request) -> None:
+        self.num_parked -= bool(self._parked[self._place[request.id]])
+        self._parked[self._place[request.id]] = False
+
+    def unparked(self) -> NDArray[np.intp] | None:
+        """Places of those that are not parked; None: of all."""
+        return np.flatnonzero(~self._parked[: len(self._requests)]) if self.num_parked else None
 
     def set_order(self, request: Request, order: int) -> None:
         self._counts[self._place[request.id], ORDER] = order
@@ -123,8 +144,11 @@ class WaitingQueue:
         return part_of(self.view(now_s), slice(place, place + 1))
 
 
-def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Indices of the `count` lowest scores, in order; ties go to the earlier arrival."""
+def first(
+    view: RequestView, scores: NDArray[np.float64], count: int, at: NDArray[np.intp] | None = None
+) -> NDArray[np.intp]:
+    """Indices of the `count` lowest scores, in order, of all or of those `at` some places; ties go to the earlier
+    arrival."""
     if np.shape(scores) != np.shape(view.order):
         raise ConfigError(
             f"the scheduling policy gave an order of shape {np.shape(scores)} for {len(view.order)} requests: one "
@@ -132,8 +156,9 @@ def first(view: RequestView, scores: NDArray[np.float64], count: int) -> NDArray
         )
     if np.isnan(scores).any():
         raise ConfigError("the scheduling policy gave an order with NaN in it: numbers are wanted")
-    if count < len(scores) // 4:
-        highest = np.partition(scores, count)[count]
-        chosen = np.flatnonzero(scores <= highest)
-        return chosen[np.lexsort((view.order[chosen], scores[chosen]))][:count]
-    return np.lexsort((view.order, scores))[:count]
+    chosen = at
+    if at is None and count < len(scores) // 4:
+        chosen = np.flatnonzero(scores <= np.partition(scores, count)[count])
+    if chosen is None:
+        return np.lexsort((view.order, scores))[:count]
+    return chosen[np.lexsort((view.order[chosen], scores[chosen]))][:count]

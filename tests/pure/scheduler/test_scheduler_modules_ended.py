@@ -59,7 +59,8 @@ def at_stage(depth: int, num_steps: int, end: Ending) -> bool:
     one.run()
     assert one.finished[again].reason is FinishReason.LENGTH
     modules = one.state.modules
-    left = (modules.rows, modules.computing, modules.orders, modules.overtaken, modules._asked)
+    had = (modules._had, modules._lacks, modules._waiting)
+    left = (modules.rows, modules.computing, modules.orders, modules.overtaken, *had)
     assert not any(left) and not one.state.kv.sources.rows, left
     return True
 

@@ -1,5 +1,7 @@
 """Prefix reuse: across requests, after preemption, behind a request that computes it, and never across tenants."""
 
+from typing import Any
+
 import pytest
 
 from paceline.core.events import DecisionKind
@@ -169,10 +171,10 @@ def test_many_that_wait_for_one_prefix_are_put_in_order_a_few_times(monkeypatch:
     orders = 0
     waiting_in_order = bench.state.waiting_in_order
 
-    def counted(count: int) -> list[Request]:
+    def counted(count: int, *places: Any) -> list[Request]:
         nonlocal orders
         orders += 1
-        return waiting_in_order(count)
+        return waiting_in_order(count, *places)
 
     monkeypatch.setattr(bench.state, "waiting_in_order", counted)
     behind = bench.add(prompt(3, 900), 1)  # behind all of them, and there is room for it

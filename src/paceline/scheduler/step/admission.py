@@ -190,8 +190,10 @@ class Admission:
             self.loading.waits(request, verdict.start.load)
         if rule in MODULES:
             assert verdict.start is not None
-            for stretch in self._lacking(request, verdict.start.num_computed):
-                self._state.modules.want(request, stretch)
+            if not self._state.modules.waited_for(request):
+                self._want_modules(request, verdict.start.num_computed)
+            if rule is Rule.MODULE and not request.adapter and not self.loading.is_on:
+                self._state.queue.park(request)  # until a module that it waits for is there
         if request.adapter:
             adapters = self._state.adapters
             (adapters.want if rule is Rule.ADAPTER else adapters.claim)(request.adapter)
@@ -370,7 +372,7 @@ class Admission:
         unheld: list[int] = []
         if request.modules:
             done = request.num_computed if start is None else start.num_computed
-            found = self._cost_of_modules(request, done)
+            found = None if state.modules.waited_for(request) else self._cost_of_modules(request, done)
             if found is None:
                 return self._without_module(request, done)
             unheld = found
@@ -409,11 +411,23 @@ class Admission:
 
     def _without_module(self, request: Request, num_computed: int) -> Verdict:
         modules = self._state.modules
-        lacking = [name_of(request.modules[stretch.item]) for stretch in self._lacking(request, num_computed)]
+        lacking = modules.waited_for(request) or [
+            name_of(request.modules[stretch.item]) for stretch in self._lacking(request, num_computed)
+        ]
         rule = Rule.MODULE_EVICTED if modules.were_evicted(request, lacking) else Rule.MODULE
         computes = [modules.computing[key] for key in lacking if key in modules.computing]
         start = CachedStart(num_computed, self._no_blocks)
         return Verdict(rule, computes[0] if computes else NO_REQUEST, start=start)
+
+    def ask_for_modules(self, request: Request) -> None:
+        """A request comes: what it lacks is computed in its place, so that no row that it could have goes to others."""
+        start = self._cached_start(request) if request.modules else None
+        if isinstance(start, CachedStart):
+            self._want_modules(request, start.num_computed)
+
+    def _want_modules(self, request: Request, num_computed: int) -> None:
+        for stretch in self._lacking(request, num_computed):
+            self._state.modules.want(request, stretch)
 
     def _lacking(self, request: Request, num_computed: int) -> list[Stretch]:
         """What a request has to place, and whose modules are not in the cache."""

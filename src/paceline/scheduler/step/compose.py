@@ -455,9 +455,9 @@ class Composer:
                 self._admit_batch(draft, state.waiting_in_order(limit))
             return
         cap = self._cap(draft, num_prompts)
-        seen, width = set[int](), rows_left
-        while len(seen) < len(view):
-            found = state.waiting_in_order(len(seen) + width)
+        seen, width, most = set[int](), rows_left, len(view) - state.queue.num_parked
+        while len(seen) < most:
+            found = state.waiting_in_order(len(seen) + width, state.queue.unparked())
             batch = [request for request in found if request.id not in seen]
             if not batch or not self._admit_in_turn(draft, batch, cap):
                 return
