@@ -12,6 +12,12 @@ from paceline.cli.tune.flags import HELP, TuneOptions
 def _run(values: Mapping[str, Any]) -> None:
     options = TuneOptions(**values)
 
+    if options.devices > 1:
+        from paceline.cli.tune.split import run_split
+
+        run_split(options)
+        return
+
     from paceline.cli.tune.run import run_tune
 
     run_tune(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.cli.sim.flags import LINK_NAMES
 from paceline.config.options import CheckedOptions, option
 
 DEFAULT_REQUESTS = 400
@@ -21,6 +22,10 @@ It varies the tokens and rows of a step, the share of a step one prompt may take
 With --rate it looks for the settings with the most room below the SLO at that rate. --verify sends the workload to a
 running server and prints measured beside predicted times; with an admin key (PACELINE_ADMIN_KEY) it also names settings
 of the server that differ. Ctrl-C prints the best so far.
+
+  paceline tune --devices 8 --model llama-3.1-70b --slo ttft_p99=1s,itl_p99=50ms
+
+--devices says into how many ranks and replicas they are best divided, with the settings as they are.
 """
 
 
@@ -41,6 +46,8 @@ class TuneOptions(CheckedOptions):
     )
     model: str = option("llama-3.1-8b", "shape of the model, without a cost model", panel="Machine")
     device: str = option("h200", "device, without a cost model", panel="Machine")
+    devices: int = option(1, "devices to divide into ranks and replicas", low=1, high=1024, panel="Machine")
+    link: str = option("nvlink4", "between the devices of one replica", choices=LINK_NAMES, panel="Machine")
     trace: str = option(
         "azure-conv",
         "azure-conv, azure-code, mooncake, multi-tenant, mm-image, fixed:PROMPTxOUTPUT, uniform:LOW-HIGHxLOW-HIGH, "

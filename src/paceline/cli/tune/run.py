@@ -124,7 +124,7 @@ class Task:
 def run_tune(options: TuneOptions) -> None:
     bounds = parse_bounds(options.slo)
     target = writable("--json", options.json)
-    task = _task(options, bounds)
+    task = task_of(options, bounds, machine_of(options.model, options.device, options.cost_model))
     started_s = time.monotonic()
     deadline = Deadline(options.seconds)
     is_interrupted = False
@@ -134,7 +134,7 @@ def run_tune(options: TuneOptions) -> None:
             show(f"{len(search.trials)} simulations, now at {format_number(rate)} requests/s")
             return task.simulate(settings, rate, deadline.check)
 
-        start = _start(task.machine)
+        start = start_settings(task.machine)
         search = TuneSearch(
             simulated,
             bounds,
@@ -162,7 +162,7 @@ def run_tune(options: TuneOptions) -> None:
 
 def _found(search: TuneSearch, start: Settings, task: Task, options: TuneOptions) -> Trial:
     if options.rate is None:
-        best = search.highest_rate(start, _first_rate(task))
+        best = search.highest_rate(start, first_rate(task))
     else:
         best = search.most_room(start, options.rate)
     if best is None and search.was_cut:
@@ -221,8 +221,7 @@ def serve_flags(settings: Settings) -> str:
     return " ".join(f"--{name.replace('_', '-')} {shown_value(value)}" for name, value in settings.items())
 
 
-def _task(options: TuneOptions, bounds: Sequence[Bound]) -> Task:
-    machine = machine_of(options.model, options.device, options.cost_model)
+def task_of(options: TuneOptions, bounds: Sequence[Bound], machine: Machine) -> Task:
     has_times = options.arrivals == "recorded" and ":" not in options.trace
     workload = load_workload(
         options.trace,
@@ -249,7 +248,7 @@ def _num_requests(options: TuneOptions) -> int | None:
     return options.num_requests
 
 
-def _start(machine: Machine) -> dict[str, Value]:
+def start_settings(machine: Machine) -> dict[str, Value]:
     """What an engine has without any of these options. Larger steps while no row decodes are for CPUs alone."""
     declared = SchedulerConfig()
     recorded: dict[str, int] = getattr(machine.cost, "engine", {})
@@ -260,10 +259,10 @@ def _start(machine: Machine) -> dict[str, Value]:
     return found
 
 
-def _first_rate(task: Task) -> float:
+def first_rate(task: Task) -> float:
     """A rate to begin with: the requests that small hardware runs at once, by the time one takes alone."""
     few = replace(task, workload=task.workload.head(FEW_REQUESTS))
-    alone = few.simulate(_start(task.machine), LEAST_RATE)
+    alone = few.simulate(start_settings(task.machine), LEAST_RATE)
     mean_s = alone.e2e_s.mean
     return AT_ONCE / mean_s if mean_s else 1.0
 
