@@ -18,6 +18,7 @@ from paceline.models.adapters import OUTPUT, QKV, StepAdapters
 from paceline.models.layers import AddTo, Experts, FeedForward, Linear, RMSNorm
 from paceline.models.rope import Rotary, rotate
 from paceline.models.spec import ModelSpec
+from paceline.models.together import Alone, Together
 
 # layer, queries [tokens, heads, head_dim], keys and values [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -66,9 +67,13 @@ class SeenPictures(NamedTuple):
 class Decoder:
     """Tokens in, hidden states out; logits only for the tokens that are asked about."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts, max_positions: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, parts: Parts, max_positions: int, together: Together | None = None
+    ) -> None:
+        """`together`: the ranks of a model of which `parts` are those of one."""
         self.spec = spec
         self.parts = parts
+        self._together = Alone() if together is None else together
         self._rotaries = [Rotary(rope, max_positions) for rope in spec.ropes]
         self._heads = [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
 
@@ -106,7 +111,7 @@ class Decoder:
         return self.parts.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.parts.head(hidden)
+        return self._together.gather(self.parts.head(hidden), self.spec.vocab_size)
 
     def _layer(
         self,
@@ -127,6 +132,7 @@ class Decoder:
             fed = feed_forward(normed, add)
         else:  # experts have no adapters
             fed = feed_forward(normed)
+        fed = self._together.sum(fed)
         if layer.norm_after_feed_forward is not None:
             fed = layer.norm_after_feed_forward(fed)
         return x + fed
@@ -155,4 +161,4 @@ class Decoder:
         out = part.output(mixed)
         if add is not None:
             add(OUTPUT, mixed, out)
-        return out
+        return self._together.sum(out)

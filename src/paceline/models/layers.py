@@ -15,6 +15,8 @@ from torch import Tensor
 # A product of fewer rows is summed in another order by some libraries: of one row by all we met, of three by MKL on AMD
 # processors. Where a token's numbers must not depend on its batch, products have at least these (docs/decisions/0009).
 LEAST_ROWS = 4
+# The same for matrices of float32 as large as those of a model (measured on ARM, up to 16 rows).
+LEAST_DENSE_ROWS = 16
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -30,13 +32,18 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """A matrix product in the type of the weight."""
+    """A matrix product in the type of the weight. With `least_rows` it is never made for fewer: zeros fill up."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, least_rows: int = 1) -> None:
         self.weight = weight
         self.bias = bias
+        self._least_rows = least_rows
 
     def __call__(self, x: Tensor) -> Tensor:
+        missing = self._least_rows - len(x)
+        if missing > 0:
+            padded = F.pad(x, (0, 0, 0, missing))
+            return F.linear(padded, self.weight, self.bias)[: len(x)]
         return F.linear(x, self.weight, self.bias)
 
 

@@ -19,6 +19,7 @@ from paceline.models.decoder import Attention, Decoder, Layer, Parts
 from paceline.models.files.stored import StoredTensor, TensorSource, check_finite
 from paceline.models.layers import DenseLinear, Embedding, Experts, FeedForward, Linear, RMSNorm
 from paceline.models.spec import ModelSpec
+from paceline.models.together import Together
 
 _WITH_TENSORS = ("paceline.models.decoder", "paceline.models.layers", "paceline.models.rope")
 MAX_BUILDERS = 4  # threads; each holds a matrix or two while it works
@@ -39,7 +40,9 @@ class Storage(Protocol):
 class DenseStorage:
     """Everything as float32. A matrix that serves as embedding and as output is kept once."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_rows: int = 1) -> None:
+        """`least_rows`: see `DenseLinear`."""
+        self.least_rows = least_rows
         self._tables: dict[str, Tensor] = {}
 
     def linear(self, weights: Sequence[StoredTensor], bias: Tensor | None) -> Linear:
@@ -47,7 +50,7 @@ class DenseStorage:
             self._tables[weight.name] if weight.name in self._tables else _float32(weight)
             for weight in weights
         ]
-        return DenseLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        return DenseLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias, self.least_rows)
 
     def embedding(self, weight: StoredTensor) -> Linear:
         return Embedding(self._tables.setdefault(weight.name, _float32(weight)))
@@ -58,10 +61,11 @@ def build_decoder(
     max_positions: int,
     storage: Storage | None = None,
     on_layer: Callable[[int, int], None] | None = None,
+    together: Together | None = None,
 ) -> Decoder:
     """A decoder with the tensors of `source`, kept as `storage` says (float32 when nothing is said).
 
-    `on_layer` is called with the number of layers loaded and of all layers.
+    `on_layer` is called with the number of layers loaded and of all layers. `together`: see `Decoder`.
     """
     spec = source.spec
     storage = DenseStorage() if storage is None else storage
@@ -76,7 +80,7 @@ def build_decoder(
                 on_layer(len(layers), spec.num_layers)
         embedding, head = ends.result()
     parts = Parts(embedding=embedding, layers=layers, norm=builder.norm("model.norm"), head=head)
-    return Decoder(spec, parts, max_positions)
+    return Decoder(spec, parts, max_positions, together)
 
 
 def move_to(part: object, device: torch.device) -> None:
@@ -162,7 +166,10 @@ class _Builder:
         experts = self._spec.experts
         assert experts is not None
         return Experts(
-            DenseLinear(_float32(self._source.tensor(prefix + "gate.weight"))),
+            DenseLinear(
+                _float32(self._source.tensor(prefix + "gate.weight")),
+                least_rows=getattr(self._storage, "least_rows", 1),
+            ),
             [self._feed_forward(f"{prefix}experts.{index}.") for index in range(experts.num_experts)],
             experts.per_token,
             normalize=experts.normalize,
