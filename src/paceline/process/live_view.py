@@ -98,6 +98,8 @@ CHANGE_COLUMNS = {
     "off": "decode_removed",
     "pads": "pads",
     "fills": "fills",
+    "placed": "placed",
+    "encodes": "encodes",
     "notes": "notes",
 }
 # Figures of a snapshot that are sent under their own names.

@@ -71,7 +71,9 @@ class Scheduler:
         noted, decided = len(self.state.journal), len(self.state.decisions)
         self.expire()
         pinning.settle(self.state)
-        self._end_deserted()
+        for number in self.state.modules.take_deserted():
+            self.state.end(self.state.requests[number], FinishReason.ABORT)
+            self._after_leaving()
         if self._has_slept:
             self._has_slept = False
             note_wake(self.state)
@@ -551,12 +553,6 @@ class Scheduler:
             state.children.setdefault(request.parent, set()).add(request.id)
         if request.parent is not None or request.tree_limits is not None:
             state.join_tree(request)
-
-    def _end_deserted(self) -> None:
-        """The engine's own requests end with the last that waited for what they compute."""
-        for number in self.state.modules.take_deserted():
-            self.state.end(self.state.requests[number], FinishReason.ABORT)
-            self._after_leaving()
 
     def _after_leaving(self) -> None:
         if self.state.mode.keeps_finished:

@@ -89,6 +89,8 @@ class Changes:
     decode_removed: tuple[Column, Column]
     pads: tuple[Column, Column, Column]  # rows, tokens of prompt padding computed in the step
     fills: tuple[Column, Column]  # rows that decode only padding from this step on, until they stop or leave
+    placed: tuple[Column, Column, Column]  # rows, tokens of contexts that are copied to their place
+    encodes: tuple[Column, Column]  # rows for which the step encodes a picture
     notes: tuple[Column, list[Noted]]
 
 
@@ -121,9 +123,12 @@ class Moment:
 
 
 # What is kept of a step until the next delta: its plan and decisions, when it was submitted, whether a step failed
-# before it, its flight (None while there is none), rows in use and requests waiting, and the requests that joined, in
-# the order of the plan's joins. A plain tuple, since many are made: a named one takes several times as long.
-_Note = tuple[StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, Sequence[int]]
+# before it, its flight (None while there is none), rows in use and requests waiting, the requests that joined, in the
+# order of the plan's joins, and the rows whose pictures it encodes. A plain tuple, since many are made: a named one
+# takes several times as long.
+_Note = tuple[
+    StepPlan, Sequence[Decision], float, bool, Flight | None, int, int, Sequence[int], Sequence[int]
+]
 
 
 class StepTrace:
@@ -155,6 +160,8 @@ class StepTrace:
             and not decisions
             and self._counts
             and not plan.work.prefill_tokens
+            and not plan.work.encode_positions
+            and not plan.work.placed_tokens
             and plan.leaves is EMPTY
             and plan.padding_rows == self._num_padding
             and len(self._queue) == self._num_waiting
@@ -185,12 +192,20 @@ class StepTrace:
                 self._num_waiting,
                 # Few join in a step: one by one is cheaper than all at once.
                 [request_of(row) for row in joined.tolist()] if len(joined) else (),
+                self._encoding_rows() if plan.work.encode_positions else (),
             )
         )
         self._counts.append(1)
         self._until_s.append(time_s)
         self._awaited.add(plan.seq)
         self._cleared, self._sleeps = False, state.num_sleeps
+
+    def _encoding_rows(self) -> list[int]:
+        """Rows that hold a picture of which the newest step computes a part."""
+        group = self._state.flights[-1].group if self._state.flights else None
+        encodings = group.encodings if group is not None else ()
+        rows = list(self._state.encodings.rows.items())
+        return [row for row, media in rows if any(each in encodings for each in media.held.values())]
 
     def completed(self, seq: int, time_s: float, *, failed: bool = False) -> None:
         self._last_done = (seq, time_s, failed)
@@ -315,8 +330,8 @@ def _as_columns(
     filling: NDArray[np.bool_],
 ) -> tuple[Steps, Changes, NDArray[np.bool_]]:
     """The notes as columns, and the rows that decode only padding after them; `filling` are those before them."""
-    plans, decisions, times, cleared, flights, running, waiting, joined = (
-        zip(*notes, strict=True) if notes else ((),) * 8
+    plans, decisions, times, cleared, flights, running, waiting, joined, encoding = (
+        zip(*notes, strict=True) if notes else ((),) * 9
     )
     works = [plan.work for plan in plans]
     steps = Steps(
@@ -336,6 +351,8 @@ def _as_columns(
     spans = [plan.spans for plan in plans]
     join_places, join_rows = _gathered([plan.joins.row for plan in plans])
     span_places, span_rows = _gathered([span.row for span in spans])
+    placed = [_placed(plan) for plan in plans]
+    placed_places, placed_rows = _gathered([rows for rows, _ in placed])
     noted = [
         (place, _noted(decision))
         for place, several in enumerate(decisions)
@@ -352,6 +369,8 @@ def _as_columns(
         decode_removed=_gathered([rows.removed for rows in row_sets]),
         pads=pads,
         fills=fills,
+        placed=(placed_places, placed_rows, _gathered([tokens for _, tokens in placed])[1]),
+        encodes=_gathered([np.asarray(rows, np.int64) for rows in encoding]),
         notes=([place for place, _ in noted], [note for _, note in noted]),
     )
     return steps, changes, filling
@@ -377,6 +396,14 @@ def _padding(
         fills[1].extend(rows)
         before = flight.filling
     return pads, fills, before
+
+
+def _placed(plan: StepPlan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Rows and tokens of the runs that a step places: every layer group has the same."""
+    if not plan.work.placed_tokens:
+        return EMPTY, EMPTY
+    runs = plan.placements
+    return runs.row[runs.group == 0], runs.count[runs.group == 0]
 
 
 def _gathered(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> tuple[Column, Column]:

@@ -14,12 +14,16 @@ from paceline.audit.story import _ENDS
 from paceline.cli.top.picture import unpack_steps
 from paceline.config.speculative import DraftConfig
 from paceline.core.events import DecisionKind
+from paceline.core.stretch import MediaPart
 from paceline.process.live_view import delta_values
 from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
 from paceline.watch.trace import PeriodicTrace, StepTrace, TraceDelta
 from tests.cases import first
 from tests.dst.world import World
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
+from tests.pure.scheduler.test_scheduler_media import bench as seeing
+from tests.pure.scheduler.test_scheduler_media import picture
+from tests.pure.scheduler.test_scheduler_modules import OTHER, TEXT, around
 
 
 class Picture:
@@ -245,3 +249,31 @@ def test_the_page_marks_as_finished_what_the_story_tells_as_an_end_that_was_want
     [listed] = re.findall(r"GOOD_ENDS = new Map\(\[(.*)\]\)", stage.read_text(encoding="utf-8"))
     wanted = {rule.value for rule, words in _ENDS.items() if not words.startswith(("was ", "failed"))}
     assert set(re.findall(r'"(.*?)"', listed)) == wanted
+
+
+def test_what_is_placed_and_encoded_is_told_by_row() -> None:
+    bench = Bench(engine_config(max_num_batched_tokens=64))
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
+    tokens, parts = around(TEXT, OTHER)
+    bench.add(tokens, 2, modules=parts)
+    bench.run()
+    steps = unpack_steps(delta_values(trace.take_delta()))
+    placed = [entry for step in steps for entry in step.get("placed", ())]
+    bodies = [len(TEXT) - 16, len(OTHER) - 16]
+    assert [tokens for _, tokens in placed] == bodies and len({row for row, _ in placed}) == 1
+    assert not any("encodes" in step for step in steps)
+
+
+def test_a_row_is_told_of_for_as_long_as_its_picture_is_encoded() -> None:
+    bench = seeing(max_num_batched_tokens=16)
+    trace = bench.engine.watcher = StepTrace(bench.scheduler.state)
+    bench.add(prompt(4, 9), 60)
+    bench.step(2)
+    bench.add(prompt(30), 2, media=[MediaPart(3, picture(1, units=60))])
+    bench.run()
+    steps = unpack_steps(delta_values(trace.take_delta()))
+    encoding = [step for step in steps if "encodes" in step]
+    planned = [seen for seen in bench.seen if seen.plan.encodes.count]
+    assert len(encoding) == len(planned) > 1
+    (row,) = {row for step in encoding for row in step["encodes"]}
+    assert row == next(entry[0] for step in steps for entry in step.get("joins", ()) if entry[1] == 2)

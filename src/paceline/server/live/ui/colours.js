@@ -1,6 +1,6 @@
 // The page's colours, read from its style once for each theme: asking for them in every frame would cost more than drawing.
 
-const NAMES = ["line", "quiet", "ink", "panel", "accent", "band", "prefill", "redo", "decode", "padding", "recompute", "swap", "finish", "vector",
+const NAMES = ["line", "quiet", "ink", "panel", "accent", "band", "prefill", "redo", "decode", "padding", "placed", "encode", "recompute", "swap", "finish", "vector",
   "fail", "held", "shared", "cached", "free", "evicted"];
 const listeners = [];
 let kept = null;

@@ -2,14 +2,14 @@
 // copies the part of it that can be seen and adds what goes on. So a frame costs the same for a thousand rows as for ten.
 
 import { onTheme, palette } from "./colours.js";
-import { BAND, DECODE, FINISH, FORK, PADDING, PREFILL, REDO, VECTOR } from "./stage.js";
+import { BAND, DECODE, ENCODE, FINISH, FORK, PADDING, PLACED, PREFILL, REDO, VECTOR, counted } from "./stage.js";
 
 const WINDOW_S = 20; // that can be seen, unless something else is chosen
 export const DIGITS = 34; // pixels left of the lanes for their numbers
 const MOST_HEIGHT = 18, LEAST_HEIGHT = 3, ROOM = 430;
 const DIGIT = 7; // pixels, the height of a label's digits
-const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding" };
-const KINDS = [BAND, DECODE, PADDING, PREFILL, REDO]; // in the order they are drawn
+const WORDS = { [BAND]: "has the row", [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding", [PLACED]: "prompt", [ENCODE]: "a picture is encoded" };
+const KINDS = [BAND, DECODE, PADDING, ENCODE, PLACED, PREFILL, REDO]; // in the order they are drawn
 
 export class Lanes {
   // `gutterOf` says how many pixels of a width are left free for names; without it the lanes have numbers.
@@ -29,9 +29,9 @@ export class Lanes {
       if (hit) onPick?.(hit.request);
     });
     canvas.addEventListener("mousemove", (event) => {
-      const hit = this.at(event.offsetX, event.offsetY), tokens = hit?.tokens ? `, ${hit.tokens} tokens` : "";
+      const hit = this.at(event.offsetX, event.offsetY);
       const click = onPick ? "; click for its story" : "";
-      canvas.title = hit ? `row ${hit.row}, request ${hit.request}: ${WORDS[hit.kind]}${tokens}${click}` : "";
+      canvas.title = hit ? `row ${hit.row}, request ${hit.request}: ${WORDS[hit.kind]}${counted(hit)}${click}` : "";
     });
   }
 
@@ -220,14 +220,16 @@ export class Lanes {
 
 const isDecode = (kind) => kind === DECODE || kind === PADDING;
 
-// A prompt that is padded to its batch is grey in its lower part, as much of it as is padding.
-function fill(pen, colours, { kind, padded }, x, y, wide, tall) {
+// A prompt that is padded to its batch is grey in its lower part, as much of it as is padding; one that has contexts has
+// their colour there, as much of it as is copied and not computed.
+function fill(pen, colours, { kind, padded, placed }, x, y, wide, tall) {
   pen.fillStyle = colours[kind];
   pen.fillRect(x, y, wide, tall);
-  if (!padded || kind === PADDING) return;
-  const grey = Math.max(1, Math.round(tall * padded));
-  pen.fillStyle = colours[PADDING];
-  pen.fillRect(x, y + tall - grey, wide, grey);
+  const share = placed || padded;
+  if (!share || kind === PADDING) return;
+  const part = Math.max(1, Math.min(tall - 1, Math.round(tall * share)));
+  pen.fillStyle = colours[placed ? PLACED : PADDING];
+  pen.fillRect(x, y + tall - part, wide, part);
 }
 
 function size(canvas, width, height) {

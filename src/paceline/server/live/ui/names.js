@@ -1,6 +1,7 @@
 // What requests are called: the id their client was given and, where the server may show prompts, the first words.
 
 const MOST = 8192, SHORT = 8; // characters of an id that tell it from others
+const OWN = 2 ** 40; // the first number of what the engine computes itself, for requests that wait for a context
 
 export class Names {
   constructor() {
@@ -24,7 +25,7 @@ export class Names {
 
   // Its number, and what tells it from others; a tenant where there are several.
   label(request, tenant = "") {
-    const { id = "", words = "" } = this.known.get(request) ?? {};
-    return [request, tenant, words || id.slice(0, SHORT)].filter((part) => part !== "").join(" · ");
+    const { id = "", words = "" } = this.known.get(request) ?? {}, name = request < OWN ? request : `context ${request - OWN + 1}`;
+    return [name, tenant, words || id.slice(0, SHORT)].filter((part) => part !== "").join(" · ");
   }
 }

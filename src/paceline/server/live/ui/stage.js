@@ -4,7 +4,7 @@
 import { Past } from "./past.js";
 
 export const KEPT_S = 60;
-export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding"; // of segments
+export const BAND = "band", PREFILL = "prefill", REDO = "redo", DECODE = "decode", PADDING = "padding", PLACED = "placed", ENCODE = "encode"; // of segments
 export const RECOMPUTE = "recompute", SWAP = "swap", FINISH = "finish", FAIL = "fail", FORK = "fork", VECTOR = "vector"; // of marks
 const GOOD_ENDS = new Map([["stop", FINISH], ["length", FINISH], ["vector", VECTOR], ["context", FINISH]]);
 
@@ -25,6 +25,21 @@ function unpack({ steps, changes }) {
   return found;
 }
 
+// Numbers by row, of pairs of which several may be of one row.
+function summed(pairs = []) {
+  const found = new Map();
+  for (const [row, number] of pairs) found.set(row, (found.get(row) ?? 0) + number);
+  return found;
+}
+
+// What was counted of a part of a prompt, in words.
+export function counted({ tokens, copied }) {
+  const words = [];
+  if (tokens) words.push(`${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}`);
+  if (copied) words.push(`${copied.toLocaleString("en")} copied from contexts`);
+  return words.map((each) => `, ${each}`).join("");
+}
+
 export class Stage {
   constructor(keptS = KEPT_S) {
     this.keptS = keptS;
@@ -37,8 +52,8 @@ export class Stage {
     this.rows = new Map(); // row -> { request, joined, band, open, again }
     this.rowOf = new Map(); // request -> row
     this.latest = new Map(); // row -> { request, left }: the last one on it, and when it left; null while it is there
-    // { row, request, from, to, kind, tokens, padded, seq }; `to` is null while it goes on, `padded` the share of a prompt's
-    // part that is padding
+    // { row, request, from, to, kind, tokens, copied, padded, placed, seq }; `to` is null while it goes on, `padded` and
+    // `placed` are the shares of a prompt's part that are padding, and that are `copied` out of contexts
     this.segments = [];
     this.marks = []; // { row, request, at, kind, rule, back, from }; `from` is the row of the parent, for a fork
     this.steps = []; // { seq, t, n, u, done, open, d, p, padding, pr, b, r, w } and what changed; `n` steps up to the time `u`
@@ -128,12 +143,11 @@ export class Stage {
     for (const row of step.leaves || []) this.leave(row, step.t);
     for (const [row, request] of step.joins || []) this.join(row, request, step.t);
     for (const row of step.off || []) this.rest(row, step.t);
-    const pads = new Map(step.pads);
-    for (const [row, tokens] of step.spans || []) {
-      this.span(row, tokens, pads.get(row) ?? 0, step);
-      pads.delete(row);
+    const pads = summed(step.pads), placed = summed(step.placed), spans = summed(step.spans);
+    for (const row of new Set([...spans.keys(), ...placed.keys(), ...pads.keys()])) {
+      this.span(row, spans.get(row) ?? 0, pads.get(row) ?? 0, placed.get(row) ?? 0, step);
     }
-    for (const [row, tokens] of pads) this.span(row, 0, tokens, step);
+    for (const row of step.encodes || []) if (!spans.has(row) && !placed.has(row)) this.part(ENCODE, row, step, {});
     for (const row of step.on || []) this.decode(row, step.t);
     for (const row of step.fills || []) this.decode(row, step.t, PADDING);
     this.steps.push(step);
@@ -218,16 +232,23 @@ export class Stage {
     if (held) held.open = null;
   }
 
-  span(row, tokens, padding, step) {
+  // Tokens of a prompt that are computed, and those that are copied to their place.
+  span(row, tokens, padding, copied, step) {
+    const kind = !tokens ? (copied ? PLACED : PADDING) : this.rows.get(row)?.again ? REDO : PREFILL, all = tokens + padding + copied;
+    this.part(kind, row, step, { tokens, copied, padded: padding / all, placed: tokens ? copied / all : 0 });
+  }
+
+  // What a step does for a row that has a prompt.
+  part(kind, row, step, figures) {
     const held = this.rows.get(row);
     if (!held) return;
-    const kind = !tokens ? PADDING : held.again ? REDO : PREFILL, segment = this.open(kind, row, held.request, step.t);
-    Object.assign(segment, { tokens, padded: padding / (tokens + padding), seq: step.seq });
+    const segment = this.open(kind, row, held.request, step.t);
+    Object.assign(segment, figures, { seq: step.seq });
     (step.open ||= []).push(segment);
   }
 
   open(kind, row, request, from) {
-    const segment = { kind, row, request, from, to: null, tokens: 0, padded: 0, painted: from };
+    const segment = { kind, row, request, from, to: null, tokens: 0, copied: 0, padded: 0, placed: 0, painted: from };
     this.segments.push(segment);
     this.active.add(segment);
     return segment;

@@ -1,9 +1,9 @@
 // The way of one request, phase by phase: from the decisions about it, and from what the stage saw of its rows.
 
-import { BAND, DECODE, PADDING, PREFILL, REDO } from "./stage.js";
+import { BAND, DECODE, ENCODE, PADDING, PLACED, PREFILL, REDO, counted } from "./stage.js";
 
 const MOST = 30;
-const WORDS = { [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding" };
+const WORDS = { [PREFILL]: "prompt", [REDO]: "recomputed", [DECODE]: "decode", [PADDING]: "padding", [PLACED]: "prompt", [ENCODE]: "picture" };
 
 // [{ kind, label, from, to }], in order; `to` is `now` for what goes on.
 export function phases(decisions, segments, now) {
@@ -40,16 +40,13 @@ function ran(segments, from, to) {
     ...first,
     ...seen.map((each) => ({
       kind: each.kind,
-      label: WORDS[each.kind] + counted(each.tokens),
+      label: WORDS[each.kind] + counted(each),
       from: each.from,
       to: Math.min(to, each.to ?? to),
       tokens: each.tokens,
+      copied: each.copied,
     })),
   ];
-}
-
-function counted(tokens) {
-  return tokens ? `, ${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}` : "";
 }
 
 // Neighbours of one kind as one phase.
@@ -58,8 +55,8 @@ function joined(found) {
   for (const phase of found) {
     const last = short.at(-1);
     if (last?.kind === phase.kind) {
-      Object.assign(last, { to: phase.to, parts: (last.parts ?? 1) + 1, tokens: (last.tokens ?? 0) + (phase.tokens ?? 0) });
-      last.label = `${WORDS[last.kind] ?? last.label}${counted(last.tokens)} in ${last.parts} parts`;
+      Object.assign(last, { to: phase.to, parts: (last.parts ?? 1) + 1, tokens: (last.tokens ?? 0) + (phase.tokens ?? 0), copied: (last.copied ?? 0) + (phase.copied ?? 0) });
+      last.label = `${WORDS[last.kind] ?? last.label}${counted(last)} in ${last.parts} parts`;
     } else short.push({ ...phase });
   }
   return short.slice(0, MOST);

@@ -4,7 +4,7 @@
 // and watching costs the engine a little.
 
 import { ask, follow } from "../feed.js";
-import { DECODE, PREFILL, REDO, Stage } from "../stage.js";
+import { DECODE, ENCODE, PLACED, PREFILL, REDO, Stage } from "../stage.js";
 import { byId } from "../dom.js";
 
 const WINDOW_S = 15, RATE_S = 3, FRAME_MS = 50;
@@ -138,7 +138,7 @@ export class Strip {
     pen.fillStyle = colour("track");
     for (const place of places.values()) pen.fillRect(0, place * height, width, tall);
     const isOwn = (segment) => owned.has(segment.request);
-    const kinds = { [DECODE]: ["other", "own"], [PREFILL]: ["prefill", "prefill"], [REDO]: ["prefill", "prefill"] };
+    const kinds = { [DECODE]: ["other", "own"], [PREFILL]: ["prefill", "prefill"], [REDO]: ["prefill", "prefill"], [PLACED]: ["prefill", "prefill"], [ENCODE]: ["prefill", "prefill"] };
     for (const segment of this.stage.segments) {
       const names = kinds[segment.kind], place = places.get(segment.row), to = segment.to ?? now;
       if (!names || place === undefined || to < now - WINDOW_S) continue;
