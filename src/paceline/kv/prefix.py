@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,19 @@ NO_KEY = BlockKey(b"", b"")  # of a block that cannot be hit
 NO_MARKS: Mapping[int, bytes] = MappingProxyType({})
 
 
+class PrefixNews(NamedTuple):
+    """Names of prefixes that can be hit since they were last asked for, and of those that cannot any more."""
+
+    stored: list[bytes]
+    evicted: list[bytes]
+
+
 class PrefixCache:
     """The blocks that can be hit, by key."""
 
     def __init__(self, num_blocks: int) -> None:
+        # Whether a name can be hit, of those that changed since somebody asked; None: nobody does.
+        self._changed: dict[bytes, bool] | None = None
         self.by_name: dict[bytes, int] = {}  # for others to look into, many names at a time
         # By block. A list: a block's entry is rarely in the processor's cache, and a dictionary's lies in four places.
         self._key_of: list[BlockKey] = [NO_KEY] * num_blocks
@@ -63,6 +73,8 @@ class PrefixCache:
                 block_of[name] = block
                 key_of[block] = key
                 entered.append(block)
+        if self._changed is not None:
+            self._changed.update((key_of[block].key, True) for block in entered)
         return entered
 
     def drop(self, blocks: Sequence[int]) -> list[BlockKey]:
@@ -72,7 +84,18 @@ class PrefixCache:
         for block, key in zip(blocks, keys, strict=True):
             del block_of[key.key]
             key_of[block] = NO_KEY
+        if self._changed is not None:
+            self._changed.update((key.key, False) for key in keys)
         return keys
+
+    def take_news(self) -> PrefixNews:
+        """What has changed since the last call; the first one tells all there is."""
+        changed = dict.fromkeys(self.by_name, True) if self._changed is None else self._changed
+        self._changed = {}
+        news = PrefixNews([], [])
+        for name, is_stored in changed.items():
+            news[not is_stored].append(name)
+        return news
 
     def __contains__(self, name: bytes) -> bool:
         """Whether a block stands under a name."""

@@ -21,6 +21,7 @@ from paceline.core.plan import StepTimes, StepWork
 from paceline.core.request import Request
 from paceline.costs.step_speed import StepSpeed
 from paceline.policy import RequestView
+from paceline.routing.view import Gauges
 from paceline.scheduler.modules import bodies_of
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.pace import ExpectedRoom, StepRoom
@@ -249,6 +250,32 @@ class Forecaster:
             between_s=between_s,
             num_cached=cached,
             num_output=output,
+        )
+
+    def gauges(self, budget: ExpectedRoom, before: Gauges) -> Gauges:
+        """What a front chooses engines by. Speeds that are not known yet are those of `before`."""
+        state, rows = self._state, self._state.rows
+        live = _live(state)
+        view = state.queue.view(state.now_s)
+        fresh = np.where(view.started, 0.0, state.output_stats.cached_share(view.tenant))
+        waiting = (view.num_tokens - view.num_computed) * (1.0 - fresh)
+        reading = [request.row for request in state.prefilling.values()]
+        unread = rows.num_known[reading] - rows.scheduled[reading]
+        tokens = before._replace(
+            waiting_tokens=int(waiting.sum()) + int(np.maximum(unread, 0).sum()),
+            running_tokens=int(rows.scheduled[live].sum()),
+            rows=len(live) + len(state.queue),
+            free_blocks=state.kv.free_for(),
+        )
+        if not self._speed.is_known:
+            return tokens
+        cost, decoding = self._cost_beside(), int(np.count_nonzero(rows.decoding[: rows.high]))
+        room = max(1, budget(decoding, others=True).tokens - decoding)
+        own_s = cost(tokens.rows, 0, 0.0)  # when they all decode
+        return tokens._replace(
+            prefill_per_s=room / max(cost(decoding, room, 0.0), 1e-9),
+            decode_s=own_s,
+            row_s=max(0.0, cost(tokens.rows + 1, 0, 0.0) - own_s),
         )
 
     def next_ending_s(self) -> float | None:

@@ -9,8 +9,8 @@ from paceline.config.options import CheckedOptions, option
 from paceline.core.sampling import MAX_OBJECTIVE_MS
 
 BUILT_IN_REQUESTS = 2_000
-ROUTER_NAMES = ("round-robin", "least-loaded", "prefix-aware")
 LINK_NAMES = ("nvlink4", "nvlink5", "pcie5", "ib-ndr", "eth-100g", "wan")
+ROUTER_NAMES = ("soonest", "round-robin", "least-loaded", "prefix-aware")
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 HELP = f"""
@@ -210,8 +210,12 @@ class SimOptions(CheckedOptions):
         metavar="CHANCE|beta:A,B|LOG",
     )
     replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True)
-    router: str = option("least-loaded", "how the router picks an engine for a request", choices=ROUTER_NAMES)
-
+    routers: str = option(
+        "soonest",
+        f"how an engine is chosen for a request, separated by commas: {', '.join(ROUTER_NAMES)}, module:Class",
+        flag="--router",
+        metavar="ROUTER[,ROUTER...]",
+    )
     models: str = option(
         "",
         "models that share the device, each with its share; requests go to them by tenant, else in turn",

@@ -90,7 +90,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     loads = _loads(options)
     several = sum(load.requested for load in loads) > 1
     runs = []
-    for (series, chosen, clairvoyant, levels), machine in product(compared, machines):
+    for (series, chosen, clairvoyant, levels, router), machine in product(compared, machines):
         if len(machines) > 1:
             series = f"tp {machine.ranks}" if len(compared) == 1 else f"{series} tp {machine.ranks}"
         for load in loads:
@@ -103,7 +103,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 adapter_read_s=options.adapter_read_ms / 1e3,
                 num_replicas=len(models) or options.replicas,
                 models=models,
-                router=options.router,
+                router=router,
                 **host_costs(machine.cost, options.host_step_s),
                 host_row_s=options.host_row_us / 1e6,
                 priorities=options.priorities,
@@ -149,11 +149,12 @@ class _Column(NamedTuple):
     chosen: dict[str, str]  # options of the engine
     clairvoyant: bool  # it knows what will arrive
     levels: LowerLevels | None  # below the device
+    router: str
 
 
 def _compared(options: SimOptions) -> list[_Column]:
-    """Modes, eviction orders and ways to encode pictures, each with each. Where there are levels below the device, the
-    first column is without them."""
+    """Modes, eviction orders, ways to encode pictures and routers, each with each. Where there are levels below the
+    device, the first column is without them."""
     modes = split_list(options.modes, "--mode")
     orders = split_list(options.evictions, "--eviction")
     for order in orders:
@@ -167,13 +168,14 @@ def _compared(options: SimOptions) -> list[_Column]:
             raise InputError(f"--encode '{encode}' is not known; give {' or '.join(ENCODE_PARTS)}")
     levels = _levels(options)
     found: list[_Column] = []
-    for mode, order, encode in product(modes, orders, encodings):
-        compared = ((mode, modes), (order, orders), (encode, encodings))
+    routers = split_list(options.routers, "--router")
+    for mode, order, encode, router in product(modes, orders, encodings, routers):
+        compared = ((mode, modes), (order, orders), (encode, encodings), (router, routers))
         names = [name for name, among in compared if len(among) > 1] or [mode]
         chosen = {"mode": mode, "eviction": "reuse" if order == BELADY else order, "encode": encode}
         if levels is not None and not found:
-            found.append(_Column(f"{order} alone", chosen, order == BELADY, None))
-        found.append(_Column(" ".join(names), chosen, order == BELADY, levels))
+            found.append(_Column(f"{order} alone", chosen, order == BELADY, None, router))
+        found.append(_Column(" ".join(names), chosen, order == BELADY, levels, router))
     return found
 
 

@@ -1,16 +1,14 @@
 """The simulator: the real scheduler, KV cache and engine on a virtual clock.
 
 It brings what a real run would bring from outside: time, a runner that takes as long as a cost model says,
-requests of a workload, faults, a router in front of replicas, and measuring. It decides nothing about a step.
+requests of a workload, faults, a front before replicas, and measuring. It decides nothing about a step.
 """
 
 from paceline.lab.sim.faults import FaultSpec, parse_faults
-from paceline.lab.sim.router import ROUTERS
 from paceline.lab.sim.run import simulate
 from paceline.lab.sim.settings import Machine, SimConfig, engine_config, host_costs
 
 __all__ = [
-    "ROUTERS",
     "FaultSpec",
     "Machine",
     "SimConfig",

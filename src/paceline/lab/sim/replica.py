@@ -1,7 +1,7 @@
 """One engine on its own virtual clock, with its runner, its faults and its share of the measuring.
 
-Owns when the engine's next step may happen and the load a router sees. What a step does is the engine's
-business, which request comes here the router's.
+Owns when the engine's next step may happen. What a step does is the engine's business, which request comes here
+that of the front.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from paceline.factory import build_engine
 from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder
 from paceline.lab.measure import Meter, StepMeter
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
-from paceline.lab.sim.router import Loads
 from paceline.lab.sim.runner import Links, SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
 from paceline.models.files.adapter_files import Adapter
@@ -203,7 +202,6 @@ class Replica:
         number: int,
         config: SimConfig,
         meter: Meter,
-        loads: Loads,
         *,
         aborts: Aborts | None = None,
         recorder: StepRecorder | None = None,
@@ -215,7 +213,6 @@ class Replica:
         self.queued_s: float | None = None  # the last of these times that the simulation has on its list
         self._meter = meter
         self._asks = config.forecasts
-        self._loads = loads
         self._at_token = None if aborts is None else aborts.at_token
         self._live: dict[RequestId, Request] = {}
         self._retries = 0
@@ -271,7 +268,6 @@ class Replica:
         if media:
             self.engine.media.hold(request, media)
         self._live[request.id] = request
-        self._loads[self.number] += request.num_prompt
         self.wake(now_s)
 
     def abort(self, request_id: RequestId, now_s: float) -> None:
@@ -330,7 +326,6 @@ class Replica:
             self._watcher.on_events(events)
         for tokens in events.tokens:
             self._meter.tokens(tokens)
-            self._loads[self.number] += len(tokens.requests)
         for finished in events.finished:
             self._end(finished)
         if self._at_token is not None:
@@ -341,7 +336,6 @@ class Replica:
 
     def _end(self, finished: Finished) -> None:
         request = self._live.pop(finished.request)
-        self._loads[self.number] -= finished.num_prompt + finished.num_output
         self._meter.ended(finished, request)
 
 

@@ -1,8 +1,8 @@
 """The run: arrivals, aborts and steps of all replicas in the order of virtual time.
 
-Before a request is routed at time t, every replica with work has been advanced to t, so that a router sees
-what it would see. Replicas are stepped in order of the time their next step is due; ties go to the lowest
-number. The same configuration, workload and seed give the same record.
+Before a request is routed at time t, every replica with work has been advanced to t. Replicas are stepped in order of
+the time their next step is due; ties go to the lowest number. The same configuration, workload and seed give the same
+record.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim.faults import draw_aborts, with_bursts
+from paceline.lab.sim.fleet import SimulatedFront
 from paceline.lab.sim.replica import Arrivals, Replica, arrivals_by_name, draw_of_requests
-from paceline.lab.sim.router import ROUTERS, ByModel, Router
 from paceline.lab.sim.settings import SimConfig
 from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
@@ -246,8 +246,6 @@ class Simulation:
         self._source = RequestSource(self.workload, config)
         kinds = kinds_of(config.priorities, self.workload, self._source.priorities)
         self._meter = Meter(self.workload, kinds)
-        self._loads = np.zeros(config.num_replicas, np.int64)
-        self._router: Router = ROUTERS[config.router]()
         self._aborts = draw_aborts(self.workload, config.faults.aborts, config.seed)
         arrivals = self._source.arrivals() if config.clairvoyant else None
         self.replicas = [
@@ -255,13 +253,14 @@ class Simulation:
                 number,
                 self._config_of(number),
                 self._meter,
-                self._loads,
                 aborts=self._aborts,
                 recorder=recorder,
                 arrivals=arrivals,
             )
             for number in range(config.num_replicas)
         ]
+        is_fleet = config.num_replicas > 1 and not config.models
+        self.front = SimulatedFront(config, self.replicas) if is_fleet else None
         # When a replica's next step is due; an old entry may be wrong.
         self._due: list[tuple[float, int]] = []
         self._leaving: list[tuple[float, int, Replica]] = []  # aborts by time: when, request, replica
@@ -273,6 +272,8 @@ class Simulation:
     def run(self) -> None:
         known_s = self.workload.arrival_s + self._config.request_s
         for index, now_s in enumerate(known_s.tolist()):
+            if self.front is not None:
+                self.front.hear(now_s, self._advance)
             self._advance(now_s)
             self._arrive(index, now_s)
         self._advance(math.inf)
@@ -297,17 +298,15 @@ class Simulation:
 
     def _arrive(self, index: int, now_s: float) -> None:
         self.now_s = now_s
-        prefix_ids = self.workload.prefix_ids
-        number = self._router.choose(
-            self._loads,
-            int(self.workload.tenant[index]),
-            () if prefix_ids is None else prefix_ids[index],
-        )
-        replica = self.replicas[number]
-        replica.add(self._source.make(index), now_s, self._source.media(index))
+        request = self._source.make(index)
+        replica = self.replicas[self._replica_for(index, request)]
+        replica.add(request, now_s, self._source.media(index))
         self._schedule(replica)
         if self._aborts is not None and self._aborts.at_s[index] < math.inf:
             heapq.heappush(self._leaving, (float(self._aborts.at_s[index]), index, replica))
+
+    def _replica_for(self, index: int, request: Request) -> int:
+        return 0 if self.front is None else self.front.choose(request, self.now_s)
 
     def _advance(self, until_s: float) -> None:
         """Let everything happen that comes before `until_s`."""
@@ -353,7 +352,6 @@ class SharedDevice(Simulation):
         seats = [Seat(config=ModelShare(name=name, share=share)) for name, share in config.models]
         self.conductor = Conductor(seats)
         self.trade = self._open_trade()
-        self._router = ByModel(len(self.workload.tenants))
         self._free_s = 0.0  # when the device has done the step before
 
     def _config_of(self, number: int) -> SimConfig:
@@ -378,6 +376,11 @@ class SharedDevice(Simulation):
             part = models[number][1] / sum(share for _, share in models)
             kv = replace(engine.kv, num_blocks=max(2, int(engine.kv.num_blocks * part)))
         return replace(self._config, engine=replace(engine, kv=kv, depth=0))
+
+    def _replica_for(self, index: int, request: Request) -> int:
+        """The model that a request is for: one for each tenant, else each in turn."""
+        chosen = int(self.workload.tenant[index]) if len(self.workload.tenants) > 1 else index
+        return chosen % len(self.replicas)
 
     def _open_trade(self) -> SlabTrade | None:
         engines = [replica.engine for replica in self.replicas]

@@ -24,8 +24,8 @@ from paceline.costs.roofline import SIZES, encoder_work, preemption_costs, step_
 from paceline.errors import InputError
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.faults import FaultSpec
-from paceline.lab.sim.router import ROUTERS
 from paceline.lab.workload.workload import Workload
+from paceline.routing.routers import DEFAULT_ROUTER, make_router
 
 MAX_REPLICAS = 10_000
 SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
@@ -84,7 +84,7 @@ class SimConfig:
     machine: Machine
     engine: EngineConfig
     num_replicas: int = 1
-    router: str = "least-loaded"
+    router: str = DEFAULT_ROUTER
     host_step_s: float = HOST_STEP_S
     host_row_s: float = 0.0  # and for each decoding row
     request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
@@ -110,8 +110,7 @@ class SimConfig:
             raise InputError("--models share one device: leave --replicas out")
         if not 1 <= self.num_replicas <= MAX_REPLICAS:
             raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
-        if self.router not in ROUTERS:
-            raise InputError(f"--router must be one of {', '.join(ROUTERS)}, not '{self.router}'")
+        make_router(self.router)  # one that cannot be had is said now
         if not 0.0 <= self.host_step_s <= 10.0:
             raise InputError(f"--host-step-s must lie between 0 and 10 seconds, not {self.host_step_s:g}")
 

@@ -160,8 +160,17 @@ def test_a_mistake_on_a_line_is_named(line: str, says: str) -> None:
         command.call(line.split(), "go")
 
 
+def test_routers_are_compared_column_by_column() -> None:
+    runs = plan_runs(
+        SimOptions(trace="fixed:10x10", num_requests=4, replicas=3, routers="soonest,round-robin"), {}
+    )
+    assert [(run.label, run.config.router) for run in runs] == [("soonest",) * 2, ("round-robin",) * 2]
+    with pytest.raises(ConfigError, match="--router must be one of"):
+        plan_runs(SimOptions(trace="fixed:10x10", num_requests=4, routers="nearest"), {})
+
+
 def test_bounds_of_own_options_are_those_declared() -> None:
     with pytest.raises(ConfigError, match="--replicas must be at least 1"):
         SimOptions(replicas=0)
-    with pytest.raises(ConfigError, match="--router must be one of"):
-        SimOptions(router="x")
+    with pytest.raises(ConfigError, match="--on-infeasible must be one of"):
+        SimOptions(on_infeasible="x")

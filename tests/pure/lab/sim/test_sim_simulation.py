@@ -13,9 +13,11 @@ from paceline.errors import EngineFailed, InputError
 from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import FaultSpec, engine_config, simulate
+from paceline.lab.sim.fleet import REPORT_S
 from paceline.lab.sim.replica import Replica
-from paceline.lab.sim.router import ROUTERS, LeastLoaded, Loads, PrefixIds
 from paceline.lab.sim.run import Simulation
+from paceline.routing.routers import LeastLoaded
+from paceline.routing.view import Ask, Choice, FleetView
 from paceline.scheduler.invariants import InvariantViolation
 from tests.pure.lab.sim.sim_helpers import (
     PerToken,
@@ -263,26 +265,53 @@ class Watchful(LeastLoaded):
     simulation: Simulation
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen = self.differed = 0
+        self._since: list[Ask] = []
 
-    def choose(self, loads: Loads, tenant: int, prefix_ids: PrefixIds) -> int:
+    def choose(self, view: FleetView, ask: Ask) -> Choice:
         simulation = self.simulation
+        self._since = [each for each in self._since if each.now_s // REPORT_S == ask.now_s // REPORT_S]
+        self._since.append(ask)
         for replica in simulation.replicas:
             if replica.ready_s is not None:
                 assert replica.ready_s >= simulation.now_s, "a replica with work was left behind"
-            state = replica.engine.scheduler.state
-            tokens = state.queue.num_tokens + int(state.rows.num_tokens[state.rows.live].sum())
-            assert loads[replica.number] == tokens, "the load is what is queued and running"
+        assert sum(map(len, view._on_way)) == len(self._since) - 1, "what was chosen since the last report"
+        live = sum(len(replica.engine.scheduler.state.requests) for replica in simulation.replicas)
+        self.differed += int(view.rows.sum()) != live
         self.seen += 1
-        return super().choose(loads, tenant, prefix_ids)
+        return super().choose(view, ask)
 
 
-def test_every_replica_is_up_to_date_when_a_request_is_routed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_sees_old_loads_and_what_it_has_chosen_since() -> None:
     router = Watchful()
-    monkeypatch.setitem(ROUTERS, "least-loaded", lambda: router)
     router.simulation = Simulation(sim_config(num_replicas=4), random_workload(200, 4, rate=80.0))
+    assert router.simulation.front is not None
+    router.simulation.front._router = router
     router.simulation.run()
-    assert router.seen == 200
+    assert router.seen == 200 and router.differed > 20, "some have ended since the last report"
+
+
+@pytest.mark.parametrize("router", ["soonest", "prefix-aware"])
+def test_what_a_front_knows_of_prefixes_is_what_replicas_hold(router: str) -> None:
+    talks = [tuple(1000 * talk + block for block in range(4)) for talk in range(40)]
+    workload = make_workload(
+        [0.05 * at for at in range(160)],
+        prompt=64,
+        output=4,
+        prefix_ids=[talks[at * 7 % 40] for at in range(160)],
+    )
+    simulation = Simulation(sim_config(small_engine(num_blocks=60), num_replicas=3, router=router), workload)
+    simulation.run()
+    front = simulation.front
+    assert front is not None
+    front.hear(1e6, lambda until_s: None)
+    front.view.prefixes.pass_time(1e6)
+    evicted = 0
+    for number, replica in enumerate(simulation.replicas):
+        (group,) = replica.engine.scheduler.state.kv.groups
+        evicted += group.pool.num_evicted
+        assert set(front.view.prefixes._held[number]) == set(group.cache.by_name)
+    assert evicted > 20
 
 
 def test_round_robin_spreads_evenly_and_more_replicas_wait_less() -> None:
@@ -304,12 +333,12 @@ def test_prefixes_are_reused_and_a_prefix_aware_router_finds_them() -> None:
             arrival_s.append(turn * 3.0 + talk * 0.1)
     workload = make_workload(arrival_s, prompt=prompt, output=4, prefix_ids=ids)
     shares = {}
-    for router in ("round-robin", "prefix-aware"):
+    for router in ("round-robin", "prefix-aware", "soonest"):
         config = sim_config(small_engine(num_blocks=600), num_replicas=5, router=router)
         record = simulate(config, workload)
         assert (record.cached_tokens < record.prompt_len).all()
         shares[router] = summarize(record).prefix_hit_share or 0.0
-    assert shares["prefix-aware"] > 0.6 > 0.3 > shares["round-robin"]
+    assert min(shares["prefix-aware"], shares["soonest"]) > 0.6 > 0.3 > shares["round-robin"]
 
 
 # ---------------------------------------------------------------- faults and checks
