@@ -143,7 +143,7 @@ class IdleClient:
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = 0,
-        modules: Sequence[ModulePart] = (),
+        parts: PromptParts = PLAIN,
     ) -> Forecast | None:
         raise NotImplementedError
 

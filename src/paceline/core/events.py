@@ -110,6 +110,9 @@ class Forecast:
     between_s: float  # two of its tokens, if no other request were here
     num_cached: int  # tokens of its prompt that are in the cache now
     num_output: float  # tokens it is expected to generate
+    # Block-microseconds that its pins take beyond what is paid for now, and those they take at most.
+    pinned_block_us: int = 0
+    most_pinned_block_us: int = 0
 
     def since_arrival(self) -> Forecast:
         """The same, with its first and last token counted from the arrival of the request."""

@@ -166,16 +166,17 @@ class Engine:
         tenant: str = DEFAULT_TENANT,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
+        media: Sequence[MediaPart] = (),
         modules: Sequence[ModulePart] = (),
         keys: Sequence[BlockKey] | None = None,
     ) -> Forecast | None:
-        """When a request would have its first and last token if it came now; it is not added.
+        """When a request would have its first and last token if it came now; it is not added. Pictures need no pixels.
 
         None while too little is known. Raises what `add` would refuse it with.
         """
         next_id = self._next_id
         try:
-            given = Given(tenant, service_level, self._clock.now(), adapter, modules=modules, keys=keys)
+            given = Given(tenant, service_level, self._clock.now(), adapter, media, modules, keys=keys)
             branches = self._family(tokens, sampling, given)
         finally:
             self._next_id = next_id

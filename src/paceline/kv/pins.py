@@ -134,6 +134,17 @@ class Pins:
         self._next_us = min(self._next_us, until_us)
         return Bought(len(names), self._pay(tenant, names, until_us))
 
+    def price(self, tenant: str, keys: Sequence[BlockKey], ttl_s: int) -> Bought:
+        """What a pin of these keys would get if it were made now, and all of them were in the cache."""
+        known, room, names = self._users.get(tenant, {}), self.room_for(tenant), []
+        for key in keys:
+            room -= key.key not in known
+            if room < 0:
+                break
+            names.append(key.key)
+        until_us = self._time.now_us + ttl_s * MICROSECONDS
+        return Bought(len(names), self._unpaid(tenant, names, until_us))
+
     def unpin(self, tenant: str, name: str) -> Pinned | None:
         """The end of a pin before its time."""
         pin = self._pins.pop((tenant, name), None)
@@ -223,11 +234,12 @@ class Pins:
 
     def _pay(self, tenant: str, names: Sequence[bytes], until_us: int) -> int:
         """Block-microseconds of all groups that these names were not paid for before."""
-        paid_us, now_us = self._paid_us.setdefault(tenant, {}), self._time.now_us
-        total = 0
+        total, paid_us = self._unpaid(tenant, names, until_us), self._paid_us.setdefault(tenant, {})
         for name in names:
-            total += (
-                until_us - max(now_us, paid_us.get(name, now_us)) if paid_us.get(name, 0) < until_us else 0
-            )
             paid_us[name] = max(until_us, paid_us.get(name, 0))
-        return total * len(self._groups)
+        return total
+
+    def _unpaid(self, tenant: str, names: Sequence[bytes], until_us: int) -> int:
+        paid_us, now_us = self._paid_us.get(tenant, {}), self._time.now_us
+        unpaid = sum([max(0, until_us - max(now_us, paid_us.get(name, now_us))) for name in names])
+        return unpaid * len(self._groups)

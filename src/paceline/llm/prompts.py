@@ -301,6 +301,15 @@ class ChatPrompts:
         seen = (PlacedPicture(opened=each, starts=own) for each, own in zip(opened, starts, strict=True))
         return RenderedChat(chat, ids, tuple(seen))
 
+    def priced(self, request: PreparedRequest) -> PreparedRequest:
+        """The request with what is known of its pictures before they are decoded: enough for an estimate."""
+        if self._pictures is None or not request.pictures:
+            return request
+        parts: list[MediaPart] = []
+        for picture in request.pictures:
+            parts += picture.parts(self._pictures.named(picture.opened))
+        return replace(request, media=tuple(parts))
+
     def decoded(self, request: PreparedRequest, tenant: str) -> PreparedRequest:
         """The request with the pixels of its pictures. Takes time; raises InvalidImage."""
         if self._pictures is None or not request.pictures:

@@ -311,13 +311,14 @@ class AsyncEngine:
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
-        modules: Sequence[ModulePart] = (),
+        parts: PromptParts = PLAIN,
     ) -> Forecast | None:
         """See `EngineClient`. Raises as `submit` does."""
         number, sender = self._numbers.next, self._ready_sender()
 
         def payload() -> bytes:
-            more = {"adapter": adapter, "modules": tuple(map(frames.Module.of, modules))}
+            media, modules = map(frames.item_of, parts.media), map(frames.Module.of, parts.modules)
+            more = {"adapter": adapter, "media": tuple(media), "modules": tuple(modules)}
             made = self._payload(tokens, sampling, tenant, service_level, None, only_forecast=True, **more)
             self._numbers.next += 1
             return made

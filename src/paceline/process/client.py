@@ -279,7 +279,7 @@ class EngineClient(Protocol):
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = NO_ADAPTER,
-        modules: Sequence[ModulePart] = (),
+        parts: PromptParts = PLAIN,
     ) -> Forecast | None:
         """When a request would be served if it came now; None: not known. Raises what it would be rejected with."""
 

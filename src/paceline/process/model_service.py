@@ -353,6 +353,7 @@ class ModelService:
                     tenant=add.tenant,
                     service_level=service_level,
                     adapter=add.adapter,
+                    media=media,
                     modules=modules,
                     keys=keys,
                 )

@@ -284,6 +284,21 @@ class Encodings:
             a_step = max(1, a_step // 2)
         return sum(-(-2 * self.work.layers * count // a_step) for count in units)
 
+    def tokens_left(self, request: Request) -> int:
+        """What is to be encoded for a request, in tokens of a prompt: what has vectors, or will have, is left out."""
+        tokens, wanted = 0.0, {item.key: item.units for item in request.media if self.work is not None}
+        for key, units in wanted.items():
+            assert self.work is not None
+            encoding, group = self.items.get(key), self.group
+            if encoding is None:
+                tokens += self.work.tokens(0, 2 * self.work.layers * units, units, units)
+            elif group is not None and not encoding.is_planned:
+                left = self.work.tokens(
+                    group.planned, group.total - group.planned, group.units, group.products
+                )
+                tokens += left * units / group.units
+        return math.ceil(tokens)
+
     def use(self) -> MediaUse:
         """How the pages are used."""
         pool = self.pool

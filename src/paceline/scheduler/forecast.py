@@ -24,6 +24,7 @@ from paceline.policy import RequestView
 from paceline.routing.view import Gauges
 from paceline.scheduler.modules import bodies_of
 from paceline.scheduler.state import SchedulerState
+from paceline.scheduler.step import pinning
 from paceline.scheduler.step.pace import ExpectedRoom, StepRoom
 from paceline.scheduler.view_columns import waiting_values, with_one_more
 
@@ -40,11 +41,15 @@ class PromptAhead:
     at: int  # tokens before these
     decodes: tuple[float, float] | None  # steps, and blocks when it begins; None: nothing of it follows
     is_long: bool
+    encoded: int = 0  # of them, those that its pictures take: they come first
 
     def read(self, tokens: int) -> float:
         """The pairs of its next tokens, which are read."""
-        pairs = tokens * (self.at + 0.5 * tokens)
         self.left -= tokens
+        encoded = min(tokens, self.encoded)
+        self.encoded -= encoded
+        tokens -= encoded
+        pairs = tokens * (self.at + 0.5 * tokens)
         self.at += tokens
         return pairs
 
@@ -94,10 +99,14 @@ class StepProjection:
         self._rows -= 1
         self._blocks -= blocks
 
-    def read(self, tokens: int, at: int = 0, decodes: tuple[float, float] | None = None) -> PromptAhead:
+    def read(
+        self, tokens: int, at: int = 0, decodes: tuple[float, float] | None = None, *, encoded: int = 0
+    ) -> PromptAhead:
         """Compute tokens of a prompt, `at` of which are computed, in the steps that have room. `decodes`: how many
-        tokens it generates from then on, and the blocks it holds."""
-        prompt = PromptAhead(tokens, at, decodes, self._budget.is_long(at + tokens))
+        tokens it generates from then on, and the blocks it holds. `encoded`: what its pictures take as well, in
+        tokens."""
+        prompt = PromptAhead(tokens + encoded, at, decodes, self._budget.is_long(at + tokens), encoded)
+        tokens += encoded
         self._reading.append(prompt)
         if prompt.is_long:
             self._open = None
@@ -228,13 +237,15 @@ class Forecaster:
         cached = state.kv.match(request.keys, request.num_tokens).num_blocks * state.kv.block_size
         cached = min(cached, request.num_tokens - 1)
         own = max(1, request.num_tokens - cached - _placed(state, request, cached))
+        encoded = state.encodings.tokens_left(request)
+        pinned_us, most_pinned_us = pinning.price_of(state, request)
         under_way_s = self._under_way_s()
         projection = self._project(cost, budget)
-        soonest_s = under_way_s + _reading_s(own, cached, projection.decoding, cost, budget)
+        soonest_s = under_way_s + _reading_s(own, cached, encoded, projection.decoding, cost, budget)
         self._admit_ahead(projection, view, ahead)
         projection.admit(state.kv.blocks_for(request.num_tokens - cached))
-        first_s = under_way_s + projection.first_token_s(projection.read(own, cached))
-        alone_s = _reading_s(own, cached, 0, self._speed.now(), budget)
+        first_s = under_way_s + projection.first_token_s(projection.read(own, cached, encoded=encoded))
+        alone_s = _reading_s(own, cached, encoded, 0, self._speed.now(), budget)
         reads = self._speed.pairs(0.0, request.num_tokens)  # of its own tokens, in each step it decodes in
         between_s = self._speed.seconds(1, 0, reads) / self._each
         beside_s = max(self._between_s / self._each, between_s) if projection.decoding else between_s
@@ -250,6 +261,8 @@ class Forecaster:
             between_s=between_s,
             num_cached=cached,
             num_output=output,
+            pinned_block_us=pinned_us,
+            most_pinned_block_us=most_pinned_us,
         )
 
     def gauges(self, budget: ExpectedRoom, before: Gauges) -> Gauges:
@@ -351,7 +364,8 @@ class Forecaster:
         tokens = rows.num_known[live] - first
         for index in np.flatnonzero(reading).tolist():
             decodes = float(left[index]) / self._each, float(held[index])
-            projection.read(int(tokens[index]), int(first[index]), decodes)
+            encoded = self._encoded(rows.requests[live[index]])
+            projection.read(int(tokens[index]), int(first[index]), decodes, encoded=encoded)
         return projection
 
     def _admit_ahead(self, projection: StepProjection, view: RequestView, ahead: Ints) -> None:
@@ -365,14 +379,20 @@ class Forecaster:
         computed = np.minimum(computed + ((whole - computed) * fresh).astype(np.int64), whole - 1)
         left = stats.outputs_left(tenant, (view.max_total - view.num_tokens)[walked])
         before_s = projection.seconds
-        for at, count, output in zip(
-            computed.tolist(), (whole - computed).tolist(), left.tolist(), strict=True
+        for place, at, count, output in zip(
+            walked.tolist(), computed.tolist(), (whole - computed).tolist(), left.tolist(), strict=True
         ):
             blocks = self._state.kv.blocks_for(count)
             projection.admit(blocks)
-            projection.read(count, at, (output / self._each, blocks))
+            encoded = self._encoded(self._state.queue.get(place))
+            projection.read(count, at, (output / self._each, blocks), encoded=encoded)
         behind = len(ahead) - len(walked)
         projection.seconds += (projection.seconds - before_s) * behind / len(walked)
+
+    def _encoded(self, request: Request | None) -> int:
+        """What the pictures of a request take still, in tokens."""
+        has_pictures = request is not None and bool(request.media)
+        return self._state.encodings.tokens_left(request) if has_pictures and request is not None else 0
 
 
 def _live(state: SchedulerState) -> Ints:
@@ -390,7 +410,7 @@ def _placed(state: SchedulerState, request: Request, cached: int) -> int:
     return tokens
 
 
-def _reading_s(tokens: int, at: int, decoding: int, cost: Cost, budget: ExpectedRoom) -> float:
+def _reading_s(tokens: int, at: int, encoded: int, decoding: int, cost: Cost, budget: ExpectedRoom) -> float:
     """A prompt of which `at` tokens are computed, with no other prompt before it."""
     alone = StepProjection(
         cost,
@@ -400,7 +420,7 @@ def _reading_s(tokens: int, at: int, decoding: int, cost: Cost, budget: Expected
         free_blocks=math.inf,
         block_size=1.0,
     )
-    return alone.first_token_s(alone.read(tokens, at))
+    return alone.first_token_s(alone.read(tokens, at, encoded=encoded))
 
 
 def _attention_prices(config: SchedulerConfig) -> tuple[float, float]:

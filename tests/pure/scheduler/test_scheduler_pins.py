@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.audit.story import story
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.parameters import Pin
-from paceline.core.request import FinishReason
+from paceline.core.request import FinishReason, Request, RequestId
+from paceline.core.sampling import SamplingParams
 from paceline.errors import InvalidRequest, InvalidTransition, PinsFull
+from paceline.scheduler.step import pinning
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
 
 SIZE = 4  # tokens of a block
@@ -52,6 +55,28 @@ def test_a_pinned_prompt_is_found_after_a_flood_and_its_time_is_paid_for() -> No
     bench.clock.advance(601.0)
     flood(bench)
     assert cached(bench, prompt(16)) == 0 and not bench.state.kv.pins
+
+
+def test_the_price_of_a_pin_is_known_before_it_is_made() -> None:
+    """As much as it will be, and nothing where as much is paid for already."""
+    bench = make_bench()
+    wanted = SamplingParams(max_tokens=3, pin=Pin(ttl_s=600))
+
+    def price(length: int) -> tuple[int, int]:
+        tokens = prompt(length)
+        request = Request(RequestId(99), np.array(tokens, np.int32), wanted, keys=bench.hooks_keys(tokens))
+        return pinning.price_of(bench.state, request)
+
+    whole = 600_000_000
+    assert price(18) == (4 * whole, 4 * whole)
+    assert price(38) == (8 * whole, 8 * whole), "as many blocks as its key may pin"
+    first = bench.add(prompt(18), 3, pin=Pin(ttl_s=600))
+    bench.run()
+    assert bench.finished[first].cost.pinned_block_us == 4 * whole
+    bench.clock.advance(60.0)
+    bench.step()
+    now, most = price(22)
+    assert most == 5 * whole and 0 < now - (whole + 4 * 60_000_000) < 4 * 1_000_000
 
 
 def test_only_the_beginning_that_was_asked_for_is_pinned() -> None:

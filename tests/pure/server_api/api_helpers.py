@@ -19,7 +19,7 @@ from paceline.core.plan import RowLogprobs
 from paceline.core.request import TreeLimits
 from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
-from paceline.core.stretch import PLAIN, ModulePart, PromptParts
+from paceline.core.stretch import PLAIN, PromptParts
 from paceline.errors import NeverFits
 from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
@@ -189,10 +189,11 @@ class FakeClient(IdleClient):
         tenant: str,
         service_level: ServiceLevel = DEFAULT_LEVEL,
         adapter: int = 0,
-        modules: Sequence[ModulePart] = (),
+        parts: PromptParts = PLAIN,
     ) -> Forecast | None:
         given = {"tokens": list(tokens), "sampling": sampling, "tenant": tenant, **service_level._asdict()}
-        given |= {"modules": list(modules)} if modules else {}
+        given |= {"modules": list(parts.modules)} if parts.modules else {}
+        given |= {"media": list(parts.media)} if parts.media else {}
         self.asked.append(given)
         if isinstance(self.forecast_result, Exception):
             raise self.forecast_result

@@ -1,22 +1,25 @@
 """When an answer will come: headers of answers, and /v1/estimate."""
 
 import asyncio
+from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from paceline.errors import InvalidRequest
+from paceline.server.access.caller import Caller, Prices
 from paceline.server.call import Answer, Events
 from tests.fake_engine import forecast
-from tests.pure.server_api.api_helpers import Api, says
+from tests.pure.server_api.api_helpers import DEFAULT_CALLER, Api, says
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 SOON = forecast(0.0834, 2.5, ahead=3)
 
 
-def estimate(api: Api, **body: Any) -> dict[str, Any]:
-    found: dict[str, Any] = api.ask("/v1/estimate", {"model": "tiny", **body})
+def estimate(api: Api, caller: Caller = DEFAULT_CALLER, **body: Any) -> dict[str, Any]:
+    found: dict[str, Any] = api.ask("/v1/estimate", {"model": "tiny", **body}, caller=caller)
     return found
 
 
@@ -55,6 +58,24 @@ def test_an_estimate_runs_nothing(what: dict[str, Any]) -> None:
     assert (found["queue_position"], found["ttft_ms"], found["finish_ms"]) == (3, 83, 2500)
     assert found["prompt_tokens"] == len(api.client.asked[0]["tokens"]) > 0
     assert not api.client.submitted and api.is_at_rest
+
+
+def test_the_price_of_pins_is_part_of_it() -> None:
+    api, caller = Api(), Caller(prices=Prices(kv_block_second=Decimal("0.001")))
+    body = {"messages": MESSAGES, "prompt_cache_retention": "24h", "max_tokens": 7}
+    api.client.forecast_result = replace(SOON, finish_s=SOON.first_token_s)
+    without = estimate(api, caller, **body)["price"]
+    api.client.forecast_result = replace(
+        api.client.forecast_result, pinned_block_us=4_000_000, most_pinned_block_us=10_000_000
+    )
+    found = estimate(api, caller, **body)
+    assert api.client.asked[-1]["sampling"].pin is not None
+    assert found["pinned_kv_block_seconds"] == 4.0
+    more = {
+        name: found["price"][name]["kv_nano_units"] - without[name]["kv_nano_units"]
+        for name in ("expected", "at_most")
+    }
+    assert more == {"expected": 4_000_000, "at_most": 10_000_000}
 
 
 def test_a_request_that_would_be_refused_is_told_so() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.config.engine import ModelConfig
 from paceline.core.sampling import SamplingParams
+from paceline.core.stretch import MediaPart
 from paceline.errors import InvalidImage, InvalidRequest, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
 from paceline.models.media import decode
@@ -23,6 +24,7 @@ from paceline.server.batches.batch_records import StoredFile, UnknownFile
 from paceline.server.errors import TooBusy
 from paceline.server.generate import media_work
 from paceline.text.tokenizer import Tokenizer
+from tests.fake_engine import forecast
 from tests.pictures import encoded, picture
 from tests.pure.server_api.api_helpers import Api, says
 from tests.vision_folder import write_tile_model
@@ -107,6 +109,11 @@ def test_little_detail_is_one_tile() -> None:
     assert [item.outputs for _, item in given["media"]] == [4]
 
 
+def shape(part: MediaPart) -> tuple[object, ...]:
+    start, item = part
+    return start, item.content, item.units, item.outputs, item.grid
+
+
 def test_the_price_is_known_before_a_pixel_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("decoded")
@@ -116,7 +123,14 @@ def test_the_price_is_known_before_a_pixel_is_decoded(monkeypatch: pytest.Monkey
     expected = len(made.client.submitted[0]["tokens"])
     monkeypatch.setattr(decode, "decode", fail)
     monkeypatch.setattr("paceline.models.media.pictures.decode", fail)
-    assert made.ask("/v1/estimate", chat(PART, TEXT))["prompt_tokens"] == expected
+    made.client.forecast_result = forecast(0.1, 0.2)
+    told = made.ask("/v1/estimate", chat(PART, TEXT))
+    assert (told["prompt_tokens"], told["image_tokens"]) == (expected, NUM_IMAGE)
+    # The engine is asked with the same items, without pixels.
+    asked, sent = (
+        list(map(shape, given[0]["media"])) for given in (made.client.asked, made.client.submitted)
+    )
+    assert asked == sent and not any(item.pixels.size for _, item in made.client.asked[0]["media"])
     assert made.ask("/v1/messages/count_tokens", chat(BLOCK, TEXT) | {"max_tokens": 4}) == {
         "input_tokens": expected
     }

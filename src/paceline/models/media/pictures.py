@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from paceline.config.engine import ModelConfig
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.errors import ConfigError, InvalidImage
@@ -78,6 +80,12 @@ class PictureReader:
             raise _placed(error, picture) from None
         return OpenPicture(picture=picture, settings=settings, size=size, data=data, header=header)
 
+    def named(self, opened: OpenPicture) -> tuple[MediaInput, ...]:
+        """The items of a picture, by what they are and without pixels."""
+        image = None if opened.picture.image is None else rgb(opened.picture.image)
+        content, size = _digest(opened, image), opened.size
+        return tuple([_item(content, index, size, np.zeros(0, np.uint8)) for index in range(size.items)])
+
     def prepare(self, opened: OpenPicture, tenant: str) -> tuple[MediaInput, ...]:
         """The items of a picture. Raises InvalidImage for one that cannot be decoded."""
         image = None if opened.picture.image is None else rgb(opened.picture.image)
@@ -93,16 +101,8 @@ class PictureReader:
         except InvalidImage as error:
             raise _placed(error, opened.picture) from None
         size = opened.size
-        items = tuple(
-            MediaInput(
-                content=content + index.to_bytes(2, "little"),
-                units=size.item_units,
-                outputs=size.item_outputs,
-                pixels=pixels,
-                grid=size.grid,
-            )
-            for index, pixels in enumerate(item_pixels(image, size, opened.settings))
-        )
+        pixels = enumerate(item_pixels(image, size, opened.settings))
+        items = tuple([_item(content, index, size, each) for index, each in pixels])
         self._cache.put(key, items)
         return items
 
@@ -195,6 +195,16 @@ class PreparedCache:
 
 def _num_bytes(items: Sequence[MediaInput]) -> int:
     return sum(item.pixels.nbytes for item in items)
+
+
+def _item(content: bytes, index: int, size: MediaSize, pixels: Any) -> MediaInput:
+    return MediaInput(
+        content=content + index.to_bytes(2, "little"),
+        units=size.item_units,
+        outputs=size.item_outputs,
+        pixels=pixels,
+        grid=size.grid,
+    )
 
 
 def _digest(opened: OpenPicture, image: Any) -> bytes:

@@ -14,6 +14,7 @@ from paceline.core.events import NO_NUMBER, NO_REQUEST, Decision, DecisionKind, 
 from paceline.core.parameters import MAX_PIN_S, Pin
 from paceline.core.request import ModuleRef, Request, RequestId, account_of
 from paceline.errors import InvalidRequest, PacelineError, PinsFull
+from paceline.kv.block_time import MICROSECONDS
 from paceline.kv.pins import NO_LIMIT, Bought, Pins
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import largest_unreserved, reserved_full
@@ -79,6 +80,24 @@ def keep_module(state: SchedulerState, request: Request, module: ModuleRef) -> N
     if pins.lacking(tenant, module.keys) <= min(pins.room_for(tenant), beside):
         bought = pins.pin(request.id, tenant, wanted.name, module.keys, wanted.ttl_s, beside)
         _note(state, request, wanted, bought)
+
+
+def price_of(state: SchedulerState, request: Request) -> tuple[int, int]:
+    """Block-microseconds that the pins of a request would take if it came to its end now, and where none of it is paid
+    for."""
+    kv, tenant = state.kv, account_of(request.tenant)
+    wanted = request.sampling.pin
+    parts = [(each.pin, each.keys) for each in request.modules]
+    if wanted is not None:
+        num_tokens = min(request.num_prompt, wanted.num_tokens or request.num_prompt)
+        parts.append((wanted, tuple(request.keys[: num_tokens // kv.block_size])))
+    bought = most = 0
+    for pin, keys in parts:
+        if pin is not None and kv.pins.most:
+            found = kv.pins.price(tenant, keys, pin.ttl_s)
+            bought += found.block_us
+            most += min(len(keys), kv.pins.most_of_tenant) * len(kv.groups) * pin.ttl_s * MICROSECONDS
+    return bought, most
 
 
 def count_from_arrival(

@@ -37,6 +37,7 @@ class Estimate:
     num_prompt: int
     max_tokens: int  # of all answers together
     num_answers: int
+    num_image: int = 0  # tokens of the prompt that stand for pictures
     block_size: int
     quote: Quote
     forecast: Forecast | None
@@ -72,6 +73,12 @@ def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
         "queue_position": forecast and forecast.ahead,
         "ttft_ms": forecast and milliseconds(forecast.first_token_s),
         "finish_ms": forecast and milliseconds(forecast.finish_s),
+        **({"image_tokens": estimate.num_image} if estimate.num_image else {}),
+        **(
+            {"pinned_kv_block_seconds": forecast.pinned_block_us / 1e6}
+            if forecast and forecast.pinned_block_us
+            else {}
+        ),
         "service_class": estimate.quote.service_class,
         "price": price_body(estimate.quote, estimate),
     }
@@ -79,7 +86,8 @@ def estimate_body(model: str, estimate: Estimate) -> dict[str, Any]:
 
 def price_body(quote: Quote, estimate: Estimate) -> dict[str, Any]:
     """`expected`: by the lengths answers have had; `at_most`: found in no cache after all, and every token made. How
-    long blocks are held has no bound that could be named, so that `at_most` leaves them out."""
+    long blocks are held has no bound that could be named, so that `at_most` leaves them out, but for those that are
+    pinned."""
     forecast, num_output, expected = estimate.forecast, estimate.num_expected, None
     if forecast is not None and num_output is not None:
         # Held from the first token to the last, the blocks being half full of output on average.
@@ -89,12 +97,13 @@ def price_body(quote: Quote, estimate: Estimate) -> dict[str, Any]:
             computed=estimate.num_prompt - estimate.num_cached,
             cached=estimate.num_cached,
             output=num_output,
-            block_us=round(1e6 * num_blocks * held_s),
+            block_us=round(1e6 * num_blocks * held_s) + forecast.pinned_block_us,
         )
         expected = amount_values(amounts)
+    pinned_us = 0 if forecast is None else forecast.most_pinned_block_us
     prompts = ({"computed": estimate.num_prompt, "cached": 0}, {"computed": 0, "cached": estimate.num_prompt})
     dearest = max(
-        (quote.amounts(**prompt, output=estimate.max_tokens, block_us=0) for prompt in prompts),
+        (quote.amounts(**prompt, output=estimate.max_tokens, block_us=pinned_us) for prompt in prompts),
         key=lambda amounts: amounts.total,
     )
     return {"expected": expected, "at_most": amount_values(dearest), **factor_values(quote)}

@@ -18,8 +18,10 @@ from typing import NamedTuple, TypeVar, cast
 
 from paceline.core.adapter import NO_INFO, AdapterInfo
 from paceline.core.request import SALT
+from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import ServiceLevel
 from paceline.core.standing import Standing
+from paceline.core.stretch import PromptParts
 from paceline.core.structure import Structure
 from paceline.errors import DeadlineInfeasible, InvalidRequest, QueueFull
 from paceline.llm.pairs import InputReader
@@ -150,9 +152,10 @@ class Service:
         size = self.check_prompt(body)
         async with self.with_pictures(call, body) as seen:
             (prepared,) = await self.work(
-                lambda: self._prepare(seen, known), inline=self.is_short(seen, size)
+                lambda: [self._chat.priced(each) for each in self._prepare(seen, known)],
+                inline=self.is_short(seen, size),
             )
-        ids, sampling = prepared.token_ids, prepared.sampling
+        ids, (sampling, parts) = prepared.token_ids, self._pinned(call, body, prepared)
         num_output = sampling.n * sampling.max_tokens
         quote = self.billing.quote(
             self.client, call.caller, service_level.service_class, self.admission.places_taken
@@ -167,7 +170,7 @@ class Service:
                 tenant=tenant,
                 service_level=service_level,
                 adapter=adapter,
-                modules=prepared.modules,
+                parts=parts,
             )
             self.admission.check_places(call.caller, sampling.n, len(ids))
             if call.allowance is not None:
@@ -178,6 +181,7 @@ class Service:
             num_prompt=len(ids),
             max_tokens=num_output,
             num_answers=sampling.n,
+            num_image=prepared.num_image,
             block_size=known.info.block_size,
             quote=quote,
             forecast=forecast,
@@ -524,6 +528,18 @@ class Service:
             check_length(len(ids), most, "prompt")
         return [known.reader.prepare(text, ids, body.sampling) for text, ids in texts]
 
+    def _pinned(
+        self, call: Call, body: ParsedBody, prompt: PreparedRequest
+    ) -> tuple[SamplingParams, PromptParts]:
+        """How a prompt is computed, with the pins of its contexts that were lost."""
+        sampling, parts = prompt.sampling, prompt.parts
+        if body.contexts and not body.cache_salt:
+            ids, used = prompt.token_ids, (body.contexts, body.model)
+            parts = parts._replace(modules=self.contexts.pin_modules(*used, ids, parts.modules))
+            if not body.blends and sampling.pin is None:
+                sampling = replace(sampling, pin=self.contexts.pin(*used, ids))
+        return sampling, parts
+
     def _submit(
         self,
         call: Call,
@@ -536,14 +552,9 @@ class Service:
         started: list[tuple[PreparedRequest, EngineStream]] = []
 
         def submit(prompt: PreparedRequest) -> EngineStream:
-            sampling, parts = prompt.sampling, prompt.parts
+            sampling, parts = self._pinned(call, body, prompt)
             if call.caller.cache_share < 1.0:
                 sampling = replace(sampling, cache_share=call.caller.cache_share)
-            if body.contexts and not body.cache_salt:
-                ids, used = prompt.token_ids, (body.contexts, body.model)
-                parts = parts._replace(modules=self.contexts.pin_modules(*used, ids, parts.modules))
-                if not body.blends and sampling.pin is None:
-                    sampling = replace(sampling, pin=self.contexts.pin(*used, ids))
             return self.client.submit(
                 prompt.token_ids,
                 sampling,
