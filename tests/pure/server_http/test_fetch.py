@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from paceline.errors import MediaFetchFailed, MediaNotAllowed
+from paceline.errors import ConfigError, MediaFetchFailed, MediaNotAllowed
 from paceline.models.media.headers import MAX_BYTES
-from paceline.server.http.fetch_url import FAILED, Connection, Fetcher, FetchTarget, is_public, tls_context
+from paceline.server.http.fetch_url import (
+    FAILED,
+    Connection,
+    Fetcher,
+    FetchTarget,
+    _resolvers,
+    is_public,
+    tls_context,
+)
 
 PUBLIC, OTHER = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"
 Serve = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -82,12 +91,21 @@ def test_a_picture_is_fetched_from_the_address_that_was_checked() -> None:
     assert head.startswith("GET /a%20b.png?q=%C3%A4 HTTP/1.1\r\nHost: pics.example\r\n")
 
 
+async def _hints_first(request: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\npng")
+
+
 @pytest.mark.parametrize(
     "serve",
     [
         answer("HTTP/1.1 200 OK", b"png"),
         answer("HTTP/1.0 200 OK\r\nConnection: close", b"png"),
         answer("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", b"1\r\np\r\n2\r\nng\r\n0\r\n\r\n"),
+        answer("HTTP/1.1 103 Early Hints\r\nLink: </a>", b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\npng"),
+        _hints_first,
     ],
 )
 def test_bodies_in_every_shape(serve: Serve) -> None:
@@ -202,6 +220,12 @@ async def _endless_head(request: bytes, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
+async def _endless_hints(request: bytes, writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+        await writer.drain()
+
+
 @pytest.mark.parametrize(
     "serve",
     [
@@ -212,6 +236,9 @@ async def _endless_head(request: bytes, writer: asyncio.StreamWriter) -> None:
         answer("HTTP/1.1 200 OK\r\nContent-Length: 10", b"short"),
         answer("HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3", b"png"),
         answer("SSH-2.0-secret"),
+        answer("HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: websocket", b"secret"),
+        answer("HTTP/1.1 100 Continue"),
+        _endless_hints,
         answer(""),
         _drip,
         _endless,
@@ -241,3 +268,34 @@ def test_the_certificates_of_the_system_are_read_once() -> None:
 def test_names_that_do_not_resolve() -> None:
     with pytest.raises(MediaFetchFailed):
         World(OK, addresses=[()]).fetch("https://pics.example/a.png")
+
+
+def test_hosts_are_listed_in_any_spelling() -> None:
+    world = World(OK)
+    assert world.fetch("https://bücher.example/a.png", ("Bücher.example.",)) == b"png"
+    assert world.asked == [("xn--bcher-kva.example", 443)]
+    with pytest.raises(ConfigError, match="'a..b' is no name of a host"):
+        Fetcher(("a..b",))
+
+
+def test_a_name_server_that_does_not_answer_holds_up_links_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def look_up(*given: object, **named: object) -> list[Any]:
+        answers.wait()
+        return []
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+
+    async def read_beside_links() -> str:
+        fetcher = Fetcher(("pics.example",), timeout_s=60.0)
+        links = [asyncio.create_task(fetcher.fetch("https://pics.example/a")) for _ in range(64)]
+        while not _resolvers()._threads:
+            await asyncio.sleep(0.0)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(lambda: "a file"), 30.0)
+        finally:
+            answers.set()
+            await asyncio.gather(*links, return_exceptions=True)
+
+    assert asyncio.run(read_beside_links()) == "a file"

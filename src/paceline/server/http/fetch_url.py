@@ -12,23 +12,27 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 import httptools
 
-from paceline.errors import MediaFetchFailed, MediaNotAllowed
+from paceline.errors import ConfigError, MediaFetchFailed, MediaNotAllowed
 from paceline.models.media.headers import MAX_BYTES
 
 TIMEOUT_S = 5.0
 MAX_REDIRECTS = 3
+NUM_RESOLVERS = 8
 MAX_HEAD_BYTES = 32_768
 MAX_URL_CHARS = 4_096
 _READ_BYTES = 65_536
 _PORTS = {"http": 80, "https": 443}
+_IN_ADVANCE = range(100, 200)
 _REDIRECTS = (301, 302, 303, 307, 308)
+_UNREADABLE = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 _NAT64 = IPv6Network("64:ff9b::/96")
 FAILED = f"the picture could not be fetched within {TIMEOUT_S:g} s and {MAX_BYTES} bytes"
 
@@ -62,7 +66,7 @@ class Fetcher:
         connect: Callable[[str, FetchTarget], Awaitable[Connection]] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._domains = frozenset(domain.strip().rstrip(".").lower() for domain in domains if domain.strip())
+        self._domains = frozenset(map(_listed, domains))
         self._resolve = resolve or _resolve
         self._connect = connect or _connect
         self._timeout_s = timeout_s
@@ -79,7 +83,7 @@ class Fetcher:
                     if answer.status not in _REDIRECTS or not answer.location:
                         break
                     url = urljoin(target.url, answer.location)
-        except (OSError, TimeoutError, ValueError, EOFError, httptools.HttpParserError):
+        except (OSError, TimeoutError, ValueError, EOFError, *_UNREADABLE):
             pass
         raise MediaFetchFailed(FAILED)
 
@@ -89,14 +93,14 @@ class Fetcher:
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
-            host = host if ":" in host else host.encode("idna").decode()
+            host = _encoded(host)
         except ValueError:
             raise MediaNotAllowed("the link is not valid") from None
         if parts.scheme not in _PORTS or port not in (None, *_PORTS.values()):
             raise MediaNotAllowed("links are http or https, on ports 80 and 443")
         if "@" in parts.netloc:
             raise MediaNotAllowed("links carry no user names")
-        if host not in self._domains:
+        if not host or host not in self._domains:
             raise MediaNotAllowed(
                 "the host is not one that this server fetches from (--allowed-media-domains)"
             )
@@ -160,6 +164,9 @@ class _Answer:
         if self._num_read - 2 * len(self.body) > MAX_HEAD_BYTES and not self.is_whole:
             raise ValueError("the headers are too large")
 
+    def on_message_begin(self) -> None:
+        self._has_length = False
+
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name == b"location":
@@ -176,7 +183,8 @@ class _Answer:
     def on_headers_complete(self) -> None:
         self._has_head = True
         self.status = self.status_of()
-        self.is_whole = self.status != 200  # of redirects and errors the body is not read
+        # Of redirects and errors the body is not read; behind what is told in advance (103) comes the answer.
+        self.is_whole = self.status not in _IN_ADVANCE and self.status != 200
 
     def on_body(self, body: bytes) -> None:
         self.body += body
@@ -184,7 +192,19 @@ class _Answer:
             raise ValueError("the body is too large")
 
     def on_message_complete(self) -> None:
-        self.is_whole = True
+        self.is_whole = self.status not in _IN_ADVANCE
+
+
+def _listed(domain: str) -> str:
+    try:
+        return _encoded(domain.strip().rstrip(".").lower())
+    except ValueError:
+        raise ConfigError(f"--allowed-media-domains: {domain!r:.80} is no name of a host") from None
+
+
+def _encoded(host: str) -> str:
+    """A name as it is looked up. Raises ValueError for one that is none."""
+    return host if ":" in host else host.encode("idna").decode()
 
 
 def is_public(text: str) -> bool:
@@ -209,9 +229,15 @@ def _is_global(address: IPv4Address | IPv6Address) -> bool:
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers(), look_up)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+@cache
+def _resolvers() -> ThreadPoolExecutor:
+    """Threads of their own: a name server that does not answer holds up nothing but links."""
+    return ThreadPoolExecutor(NUM_RESOLVERS, thread_name_prefix="paceline-names")
 
 
 async def _connect(address: str, target: FetchTarget) -> Connection:
