@@ -8,15 +8,15 @@ request with this beginning follows it, and forgotten after a while when no news
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import groupby, repeat
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
 KEY_BYTES = 8
 EXPECTED_S = 2.0  # an expectation lives so long without news
-LOOK_AHEAD = 64  # keys that are looked up at a time: most prompts differ soon
-CONFIRMED = 0.0  # in place of the time when an expectation ends
 
 
 class PrefixMap:
@@ -24,90 +24,100 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # a bit for each engine
-        self._held: dict[int, dict[bytes, float]] = {}  # by engine: until when a key is only expected there
-        # When it ends, where, and which keys; in order of time.
-        self._expected: deque[tuple[float, int, list[bytes]]] = deque()
+        self._held: dict[int, set[bytes]] = {}  # the same by engine
+        self._expected: dict[
+            bytes, int
+        ] = {}  # a small map beside the large one, so that a choice is quick to enter
+        # When an expectation ends, where, and of which keys; in order of time.
+        self._ends: deque[tuple[float, int, list[bytes]]] = deque()
 
     def __len__(self) -> int:
+        """Blocks that some engine holds."""
         return len(self._holders)
 
-    def num_held(self, engine: int) -> int:
-        """Blocks that an engine holds or is expected to."""
-        return len(self._held.get(engine, ()))
+    def held(self, engine: int) -> Set[bytes]:
+        """The blocks that an engine holds, by its own word."""
+        return self._held.get(engine, set())
 
     # -- news ------------------------------------------------------------------------------------------------
 
     def stored(self, engine: int, keys: Iterable[bytes]) -> None:
         """Blocks that can be hit at this engine from now on."""
-        self._enter(engine, keys, CONFIRMED)
+        holders, bit = self._holders, 1 << engine
+        held = self._held.setdefault(engine, set())
+        for key in keys:
+            held.add(key)
+            holders[key] = holders.get(key, 0) | bit
 
     def evicted(self, engine: int, keys: Iterable[bytes]) -> None:
         """Blocks that cannot be hit there any more. Of one that is only expected this is old news."""
-        held = self._held.get(engine, {})
-        self._leave(engine, [key for key in keys if held.get(key) == CONFIRMED])
+        held = self._held.get(engine, set())
+        gone = [key for key in keys if key in held]
+        held.difference_update(gone)
+        _take(self._holders, gone, 1 << engine)
 
     def forget(self, engine: int) -> None:
         """The engine is gone, or starts with an empty cache."""
-        self._leave(engine, list(self._held.get(engine, ())))
+        self.evicted(engine, list(self.held(engine)))
+        for _, number, keys in self._ends:
+            if number == engine:
+                _take(self._expected, keys, 1 << engine)
+        self._ends = deque(each for each in self._ends if each[1] != engine)
 
     # -- choices ---------------------------------------------------------------------------------------------
 
     def expect(self, engine: int, keys: Sequence[bytes], now_s: float, start: int = 0) -> None:
         """A prompt with these blocks goes there; the first `start` of them it holds already."""
-        held = self._held.get(engine, {})
-        new = [key for key in keys[start:] if key not in held]
+        new, expected, bit = list(keys[start:]), self._expected, 1 << engine
+        entered = dict.fromkeys(new, bit)
+        if not expected.keys().isdisjoint(new):
+            new = [key for key in new if not expected.get(key, 0) & bit]
+            entered = {key: expected.get(key, 0) | bit for key in new}
         if new:
-            until_s = now_s + EXPECTED_S
-            self._enter(engine, new, until_s)
-            self._expected.append((until_s, engine, new))
+            expected.update(entered)
+            self._ends.append((now_s + EXPECTED_S, engine, new))
 
     def pass_time(self, now_s: float) -> None:
-        """Forget what was expected for too long."""
-        expected = self._expected
-        while expected and expected[0][0] <= now_s:
-            until_s, engine, keys = expected.popleft()
-            held = self._held.get(engine, {})
-            self._leave(engine, [key for key in keys if held.get(key) == until_s])
+        """Forget what was expected for too long. What news has confirmed stays."""
+        while self._ends and self._ends[0][0] <= now_s:
+            _, engine, keys = self._ends.popleft()
+            _take(self._expected, keys, 1 << engine)
 
     # -- questions -------------------------------------------------------------------------------------------
 
     def blocks_held(self, keys: Sequence[bytes], num_engines: int) -> NDArray[np.int64]:
-        """By engine: how many blocks it holds of the longest beginning it has."""
+        """By engine: how many blocks it holds, or will, of the longest beginning it has."""
         found = np.zeros(num_engines, np.int64)
-        if not keys:
-            return found
-        holds_all = (1 << num_engines) - 1
-        for start in range(0, len(keys), LOOK_AHEAD):
-            part = keys[start : start + LOOK_AHEAD]
-            for at, holders in enumerate(map(self._holders.get, part), start):
-                still = holds_all & holders if holders else 0
-                if still != holds_all:
-                    if at:
-                        found[_bits(holds_all, num_engines)] = at
-                    if not still:
-                        return found
-                    holds_all = still
-        found[_bits(holds_all, num_engines)] = len(keys)
+        at, hold_all = 0, -1
+        nobody = repeat(0)
+        holders = map(or_, map(self._holders.get, keys, nobody), map(self._expected.get, keys, nobody))
+        # Runs of blocks with the same holders: there are few, and looking keys up takes no step of Python.
+        for engines, run in groupby(holders):
+            still = hold_all & engines
+            if still != hold_all and at:
+                _note(found, hold_all, at)
+            if not still:
+                return found
+            hold_all = still
+            at += len(list(run))
+        if at:
+            _note(found, hold_all, at)
         return found
 
-    def _enter(self, engine: int, keys: Iterable[bytes], until_s: float) -> None:
-        held = self._held.setdefault(engine, {})
-        holders, bit = self._holders, 1 << engine
-        for key in keys:
-            held[key] = until_s
-            holders[key] = holders.get(key, 0) | bit
 
-    def _leave(self, engine: int, keys: Iterable[bytes]) -> None:
-        held, holders, bit = self._held.get(engine, {}), self._holders, 1 << engine
-        for key in keys:
-            del held[key]
-            left = holders[key] & ~bit
-            if left:
-                holders[key] = left
-            else:
-                del holders[key]
+def _take(engines_of: dict[bytes, int], keys: Iterable[bytes], bit: int) -> None:
+    for key in keys:
+        left = engines_of[key] & ~bit
+        if left:
+            engines_of[key] = left
+        else:
+            del engines_of[key]
 
 
-def _bits(engines: int, num_engines: int) -> NDArray[np.bool_]:
-    raw = np.frombuffer(engines.to_bytes(-(-num_engines // 8), "little"), np.uint8)
-    return np.unpackbits(raw, count=num_engines, bitorder="little").view(np.bool_)
+def _note(found: NDArray[np.int64], engines: int, blocks: int) -> None:
+    """All these engines hold so many blocks."""
+    if not engines & (engines - 1):
+        found[engines.bit_length() - 1] = blocks
+        return
+    raw = np.frombuffer(engines.to_bytes(-(-len(found) // 8), "little"), np.uint8)
+    found[np.unpackbits(raw, count=len(found), bitorder="little").view(np.bool_)] = blocks

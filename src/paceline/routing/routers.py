@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.config.user_class import load_class
 from paceline.errors import ConfigError
@@ -19,6 +18,12 @@ from paceline.routing.view import NOBODY, Ask, Choice, FleetView, Integers
 
 DEFAULT_ROUTER = "soonest"
 MOST_EXPECTED = 256  # tokens of an answer that are believed to come, whatever the request allows
+# Of the splitmix64 generator.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXING = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 TIE_S = 1e-3  # costs that differ by less are alike
 
 
@@ -50,25 +55,28 @@ class SoonestFirstToken:
 
     def choose(self, view: FleetView, ask: Ask) -> Choice:
         numbers = view.candidates(ask)
-        cached = view.cached(ask)[numbers]
-        speed = view.prefill_per_s[numbers]
-        tokens = view.waiting_tokens[numbers] + (ask.num_prompt - cached)
-        answer = min(ask.max_tokens, MOST_EXPECTED)
-        costs = tokens / speed + self._weight * answer * (view.decode_s[numbers] + view.row_s[numbers])
+        at: Integers | slice = slice(None) if len(numbers) == len(view) else numbers  # a slice copies nothing
+        cached = view.cached(ask)[at]
+        costs = (view.waiting_tokens[at] + (ask.num_prompt - cached)) / view.prefill_per_s[at]
+        answer_s = self._weight * min(ask.max_tokens, MOST_EXPECTED)
+        costs += answer_s * (view.decode_s[at] + view.row_s[at])
         best = int(costs.argmin())
         least = float(costs[best])
-        alike = np.flatnonzero(costs <= least + TIE_S)
+        alike = (costs <= least + TIE_S).nonzero()[0]
         rule = "soonest"
         if len(alike) > 1:
             best, rule = int(alike[_steadiest(ask, numbers[alike])]), "session"
-        against, against_s = _second(costs, best)
+        found, cost_s = int(cached[best]), float(costs[best])
+        costs[best] = np.inf
+        second = int(costs.argmin())
+        has_second = second != best
         return Choice(
             engine=int(numbers[best]),
-            rule="prefix" if cached[best] else rule,
-            cached_tokens=int(cached[best]),
-            cost_s=float(costs[best]),
-            against=NOBODY if against == NOBODY else int(numbers[against]),
-            against_cost_s=against_s,
+            rule="prefix" if found else rule,
+            cached_tokens=found,
+            cost_s=cost_s,
+            against=int(numbers[second]) if has_second else NOBODY,
+            against_cost_s=float(costs[second]) if has_second else 0.0,
         )
 
 
@@ -142,23 +150,14 @@ def make_router(name: str) -> Router:
     return router
 
 
-def _second(costs: NDArray[np.float64], best: int) -> tuple[int, float]:
-    """The runner-up and what it costs."""
-    if len(costs) < 2:
-        return NOBODY, 0.0
-    others = costs.copy()
-    others[best] = np.inf
-    second = int(others.argmin())
-    return second, float(costs[second])
-
-
 def _steadiest(ask: Ask, numbers: Integers) -> int:
     """Rendezvous hashing: which of `numbers` a session returns to, whoever else comes and goes. A session is named, or
     those requests that begin alike."""
     name = ask.session or (ask.keys[0] if ask.keys else b"")
     if not name:
         return 0
-    scores = [
-        hashlib.blake2b(b"%d:%s" % (number, name), digest_size=8).digest() for number in numbers.tolist()
-    ]
-    return scores.index(max(scores))
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    scores = (numbers.astype(np.uint64) + np.uint64(1)) * _GOLDEN ^ np.uint64(seed)
+    for shift, factor in _MIXING:
+        scores = (scores ^ scores >> shift) * factor
+    return int((scores ^ scores >> np.uint64(31)).argmax())

@@ -48,6 +48,18 @@ def test_a_second_choice_keeps_what_it_expects_itself() -> None:
     assert held(prefixes, KEYS[2:]) == [2, 0, 0, 0] and held(prefixes, KEYS) == [0, 0, 0, 0]
 
 
+def test_an_expectation_lasts_as_long_as_the_first_choice_said_and_two_engines_have_their_own() -> None:
+    prefixes = PrefixMap()
+    prefixes.expect(0, KEYS[:2], 0.0)
+    prefixes.expect(1, KEYS[:2], 1.0)
+    prefixes.expect(0, KEYS[:3], 1.0)
+    assert held(prefixes, KEYS) == [3, 2, 0, 0]
+    prefixes.pass_time(2.5)
+    assert held(prefixes, KEYS) == [0, 2, 0, 0] and held(prefixes, KEYS[2:]) == [1, 0, 0, 0]
+    prefixes.pass_time(3.5)
+    assert held(prefixes, KEYS) == held(prefixes, KEYS[2:]) == [0, 0, 0, 0]
+
+
 def test_old_news_of_an_eviction_does_not_take_an_expectation() -> None:
     prefixes = PrefixMap()
     prefixes.expect(0, KEYS[:2], 0.0)
@@ -61,10 +73,12 @@ def test_an_engine_that_goes_takes_its_blocks_along_and_no_others() -> None:
         prefixes.stored(engine, KEYS[:3])
     prefixes.expect(1, KEYS[3:6], 0.0)
     prefixes.forget(1)
-    assert held(prefixes, KEYS) == [3, 0, 0, 0] and len(prefixes) == 3 and prefixes.num_held(1) == 0
+    assert held(prefixes, KEYS) == [3, 0, 0, 0] and len(prefixes) == 3 and not prefixes.held(1)
     prefixes.expect(1, KEYS[3:6], 1.0)
     prefixes.pass_time(2.5)
-    assert prefixes.num_held(1) == 3, "an expectation of the engine before ends nothing of the one after"
+    assert held(prefixes, KEYS[3:]) == [0, 3, 0, 0], (
+        "an expectation of the engine before ends nothing of the one after"
+    )
 
 
 @settings(max_examples=40)

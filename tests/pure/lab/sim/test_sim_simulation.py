@@ -310,7 +310,7 @@ def test_what_a_front_knows_of_prefixes_is_what_replicas_hold(router: str) -> No
     for number, replica in enumerate(simulation.replicas):
         (group,) = replica.engine.scheduler.state.kv.groups
         evicted += group.pool.num_evicted
-        assert set(front.view.prefixes._held[number]) == set(group.cache.by_name)
+        assert front.view.prefixes.held(number) == set(group.cache.by_name)
     assert evicted > 20
 
 
