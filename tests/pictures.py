@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 
 import numpy as np
@@ -46,8 +47,13 @@ def turned(width: int, height: int, orientation: int, kind: str = "JPEG") -> byt
     return encoded(image, kind, exif=exif.tobytes())
 
 
-def sixty() -> Iterator[tuple[str, bytes]]:
-    """Names and files of 60 pictures: all sizes, modes, formats and turns."""
+@cache
+def sixty() -> tuple[tuple[str, bytes], ...]:
+    """Names and files of 60 pictures: all sizes, modes, formats and turns. Made once, by the first test that asks."""
+    return tuple(_sixty())
+
+
+def _sixty() -> Iterator[tuple[str, bytes]]:
     for width, height in SIZES:
         yield f"{width}x{height}", encoded(picture(width, height), "JPEG" if width > 2000 else "PNG")
     for mode in MODES[1:]:

@@ -11,6 +11,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 CANDIDATES = 12
@@ -28,10 +31,18 @@ def covering(
     """Rows that cover every pair that any allowed row has, made greedily."""
     rng = random.Random(seed)
     rows = product(factors, allowed)
-    by_pair: dict[Pair, list[int]] = {}
-    for index, row in enumerate(rows):
-        for pair in pairs_of(row):
-            by_pair.setdefault(pair, []).append(index)
+    # By factor the places of its values in the rows: a table of numbers, for there are tens of thousands.
+    places = {
+        name: np.array([values.index(row[name]) for row in rows], np.int8) for name, values in factors.items()
+    }
+    by_pair: dict[Pair, NDArray[np.int64]] = {}
+    for one, other in itertools.combinations(factors, 2):
+        for (at, first), (beside, second) in itertools.product(
+            enumerate(factors[one]), enumerate(factors[other])
+        ):
+            holders = np.flatnonzero((places[one] == at) & (places[other] == beside))
+            if len(holders):
+                by_pair[(one, first), (other, second)] = holders
     open_pairs = set(by_pair)
     chosen: list[Row] = []
     for pair in sorted(by_pair, key=lambda pair: (len(by_pair[pair]), str(pair))):  # the rarest first

@@ -51,7 +51,7 @@ class Entry:
 
     number: int
     name: str
-    data: bytes
+    written: bytes | None  # None: `body` for `route`, signed when it is sent
     answers: tuple[Answer, ...]
     seconds: float = 2.0
     check: Check | None = None
@@ -59,6 +59,12 @@ class Entry:
     body: dict[str, Any] | None = None
     fields: tuple[str, ...] = ()
     key: str = "alpha"
+
+    @property
+    def data(self) -> bytes:
+        if self.written is None:
+            return signed("POST", self.route, self.body, key=self.key)
+        return self.written
 
     @property
     def reaches_the_engine(self) -> bool:
@@ -69,7 +75,7 @@ class Entry:
 
 
 def entry(number: int, name: str, data: bytes, *answers: Answer, **more: Any) -> Entry:
-    return Entry(number=number, name=name, data=data, answers=answers, **more)
+    return Entry(number=number, name=name, written=data, answers=answers, **more)
 
 
 def asking(
@@ -81,7 +87,7 @@ def asking(
     return Entry(
         number=number,
         name=f"{route} {shown:.100}",
-        data=signed("POST", route, body, key=key),
+        written=None,
         answers=answers,
         route=route,
         body=body,
@@ -98,7 +104,7 @@ def asking_each(number: int, route: str, field: str, values: list[Any], *answers
 def posting(number: int, name: str, route: str, body: bytes, *answers: Answer, **more: Any) -> Entry:
     """Bytes as a body."""
     return Entry(
-        number=number, name=f"{route} {name}", data=signed("POST", route, body), answers=answers, **more
+        number=number, name=f"{route} {name}", written=signed("POST", route, body), answers=answers, **more
     )
 
 

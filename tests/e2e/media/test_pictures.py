@@ -7,6 +7,8 @@ import json
 import random
 import struct
 import zlib
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -63,29 +65,30 @@ def test_a_large_picture_fits_the_limit(server: PictureServer) -> None:
     assert too_large.status == 413
 
 
+# What takes long to make is made by the test that sends it.
+@cache
 def frames(kind: str, count: int) -> bytes:
     made = [picture(24, 16, "P" if kind == "GIF" else "RGB", seed=seed % 7) for seed in range(count)]
     return encoded(made[0], kind, save_all=True, append_images=made[1:])
 
 
-ANIMATED = {"gif": frames("GIF", 1_000), "webp": frames("WEBP", 40)}
-SERVED: dict[str, tuple[bytes, str]] = {
-    "a thousand frames": (ANIMATED["gif"], "gif"),
-    "moving WebP": (ANIMATED["webp"], "webp"),
-    "one pixel": (encoded(picture(1, 1)), "png"),
-    "a line": (encoded(picture(1, 5_000)), "png"),
-    "a wide one": (encoded(picture(2_000, 10)), "png"),
-    "palette": (encoded(picture(50, 40, "P"), "PNG", transparency=3), "png"),
-    "CMYK": (encoded(picture(50, 40, "CMYK"), "JPEG"), "jpeg"),
-    "sixteen bits": (sixteen_bits(50, 40), "png"),
-    "transparent": (encoded(picture(50, 40, "RGBA")), "png"),
-    "turned": (turned(50, 40, 6), "jpeg"),
+SERVED: dict[str, Callable[[], tuple[bytes, str]]] = {
+    "a thousand frames": lambda: (frames("GIF", 1_000), "gif"),
+    "moving WebP": lambda: (frames("WEBP", 40), "webp"),
+    "one pixel": lambda: (encoded(picture(1, 1)), "png"),
+    "a line": lambda: (encoded(picture(1, 5_000)), "png"),
+    "a wide one": lambda: (encoded(picture(2_000, 10)), "png"),
+    "palette": lambda: (encoded(picture(50, 40, "P"), "PNG", transparency=3), "png"),
+    "CMYK": lambda: (encoded(picture(50, 40, "CMYK"), "JPEG"), "jpeg"),
+    "sixteen bits": lambda: (sixteen_bits(50, 40), "png"),
+    "transparent": lambda: (encoded(picture(50, 40, "RGBA")), "png"),
+    "turned": lambda: (turned(50, 40, 6), "jpeg"),
 }
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_pictures_of_every_kind_are_served(server: PictureServer, name: str) -> None:
-    data, kind = SERVED[name]
+    data, kind = SERVED[name]()
     reply = server.ask_chat(inline(data, kind), TEXT)
     assert reply.status == 200, reply.body
     assert reply.json["usage"]["prompt_tokens_details"]["image_tokens"] > 0
@@ -93,7 +96,7 @@ def test_pictures_of_every_kind_are_served(server: PictureServer, name: str) -> 
 
 def test_of_an_animation_the_first_frame_is_seen(server: PictureServer) -> None:
     first = encoded(picture(24, 16, "P", seed=0), "GIF")
-    moving = inline(ANIMATED["gif"], "gif")
+    moving = inline(frames("GIF", 1_000), "gif")
     assert text_of(server.ask_chat(moving, TEXT)) == text_of(server.ask_chat(inline(first, "gif"), TEXT))
 
 
@@ -110,44 +113,64 @@ def webp(width: int, height: int) -> bytes:
     """A moving one that promises this much."""
     sides = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     head = b"VP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + sides
-    body = b"WEBP" + head + ANIMATED["webp"][30:]
+    body = b"WEBP" + head + frames("WEBP", 40)[30:]
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-ZEROS = zlib.compress(bytes(300_000_000), 9)
-TEXT_BOMB = png(8, 8, (b"zTXt", b"Comment\0\0" + ZEROS), (b"IDAT", b""))
-PROFILE_BOMB = png(8, 8, (b"iCCP", b"a\0\0" + ZEROS), (b"IDAT", b""))
-FILLED = png(8_000, 8_000, (b"IDAT", zlib.compress(bytes(1_000_000))))
-LARGE = DATA + bytes(20_000_000)
+@cache
+def zeros() -> bytes:
+    return zlib.compress(bytes(300_000_000), 9)
+
+
+def text_bomb() -> bytes:
+    return png(8, 8, (b"zTXt", b"Comment\0\0" + zeros()), (b"IDAT", b""))
+
+
+def profile_bomb() -> bytes:
+    return png(8, 8, (b"iCCP", b"a\0\0" + zeros()), (b"IDAT", b""))
+
+
+def filled() -> bytes:
+    return png(8_000, 8_000, (b"IDAT", zlib.compress(bytes(1_000_000))))
+
+
 INVALID = "invalid_image"
-BAD: dict[str, tuple[list[Any], str, str]] = {
-    "header of a bomb": ([inline(png(50_000, 50_000))], INVALID, "50000 x 50000"),
-    "a long side": ([inline(png(16_385, 1))], INVALID, "at most 16384 a side"),
-    "moving bomb": ([inline(webp(16_000, 16_000), "webp")], INVALID, "16000 x 16000"),
-    "text of a bomb": ([inline(TEXT_BOMB)], INVALID, "damaged"),
-    "profile of a bomb": ([inline(PROFILE_BOMB)], INVALID, "damaged"),
-    "more promised than there is": ([inline(FILLED)], INVALID, "damaged"),
-    "too many bytes": ([inline(LARGE)], INVALID, "at most 20000000"),
-    "empty": ([inline(b"")], INVALID, "empty"),
-    "no base64": ([link("data:image/png;base64,@@@@")], INVALID, "base64"),
-    "no type": ([link(f"data:;base64,{BASE64}")], INVALID, "type"),
-    "a type that lies": ([inline(DATA, "jpeg")], INVALID, "is image/png"),
-    "cut short": ([inline(DATA[: len(DATA) // 2])], INVALID, "damaged"),
-    "cut within its header": ([inline(DATA[:20])], INVALID, "messages[0].content[1]"),
-    "the second": ([PART, inline(b"no picture")], INVALID, "messages[0].content[2]"),
-    "svg": ([inline(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml")], INVALID, "format"),
-    "too many": ([PART] * 49, "invalid_value", "has 49 pictures; at most 48"),
-    "too long": ([inline(encoded(picture(128, 128)))] * 48, "context_length_exceeded", "2048"),
-    "audio": ([{"type": "input_audio", "input_audio": {"data": ""}}], "unsupported_modality", "pictures"),
-    "video": ([{"type": "video_url", "video_url": {"url": ""}}], "unsupported_modality", "pictures"),
-    "a file": ([{"type": "file", "file": {"file_id": "a"}}], "unsupported_modality", "pictures"),
-    "a file that is not there": ([{"type": "input_image", "file_id": "file_1"}], "file_not_found", "no file"),
+BAD: dict[str, Callable[[], tuple[list[Any], str, str]]] = {
+    "header of a bomb": lambda: ([inline(png(50_000, 50_000))], INVALID, "50000 x 50000"),
+    "a long side": lambda: ([inline(png(16_385, 1))], INVALID, "at most 16384 a side"),
+    "moving bomb": lambda: ([inline(webp(16_000, 16_000), "webp")], INVALID, "16000 x 16000"),
+    "text of a bomb": lambda: ([inline(text_bomb())], INVALID, "damaged"),
+    "profile of a bomb": lambda: ([inline(profile_bomb())], INVALID, "damaged"),
+    "more promised than there is": lambda: ([inline(filled())], INVALID, "damaged"),
+    "too many bytes": lambda: ([inline(DATA + bytes(20_000_000))], INVALID, "at most 20000000"),
+    "empty": lambda: ([inline(b"")], INVALID, "empty"),
+    "no base64": lambda: ([link("data:image/png;base64,@@@@")], INVALID, "base64"),
+    "no type": lambda: ([link(f"data:;base64,{BASE64}")], INVALID, "type"),
+    "a type that lies": lambda: ([inline(DATA, "jpeg")], INVALID, "is image/png"),
+    "cut short": lambda: ([inline(DATA[: len(DATA) // 2])], INVALID, "damaged"),
+    "cut within its header": lambda: ([inline(DATA[:20])], INVALID, "messages[0].content[1]"),
+    "the second": lambda: ([PART, inline(b"no picture")], INVALID, "messages[0].content[2]"),
+    "svg": lambda: ([inline(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml")], INVALID, "format"),
+    "too many": lambda: ([PART] * 49, "invalid_value", "has 49 pictures; at most 48"),
+    "too long": lambda: ([inline(encoded(picture(128, 128)))] * 48, "context_length_exceeded", "2048"),
+    "audio": lambda: (
+        [{"type": "input_audio", "input_audio": {"data": ""}}],
+        "unsupported_modality",
+        "pictures",
+    ),
+    "video": lambda: ([{"type": "video_url", "video_url": {"url": ""}}], "unsupported_modality", "pictures"),
+    "a file": lambda: ([{"type": "file", "file": {"file_id": "a"}}], "unsupported_modality", "pictures"),
+    "a file that is not there": lambda: (
+        [{"type": "input_image", "file_id": "file_1"}],
+        "file_not_found",
+        "no file",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_refused_leaves_no_trace(server: PictureServer, name: str) -> None:
-    parts, code, words = BAD[name]
+    parts, code, words = BAD[name]()
     reply = server.ask_chat(TEXT, *parts)
     assert (reply.status, reply.code) == (404 if code == "file_not_found" else 400, code), reply.body
     assert words in reply.json["error"]["message"]
@@ -172,7 +195,7 @@ KINDS = {b"\x89": "png", b"\xff": "jpeg", b"R": "webp", b"G": "gif", b"B": "bmp"
 def test_damaged_pictures_are_never_our_mistake(server: PictureServer, count: int) -> None:
     draw = random.Random(5)
     sources = [encoded(picture(40, 30), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
-    sources += [ANIMATED["webp"], turned(40, 30, 5), sixteen_bits(20, 20), frames("GIF", 4)]
+    sources += [frames("WEBP", 40), turned(40, 30, 5), sixteen_bits(20, 20), frames("GIF", 4)]
     seen: set[int] = set()
     for _ in range(count):
         data = bytearray(draw.choice(sources))

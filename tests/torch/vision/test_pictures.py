@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, InvalidRequest
 from paceline.runner import device, sizing
 from paceline.runner.pictures import Pictures
 from paceline.runner.sizing import encoder_work
+from tests.cases import diagonal
 from tests.torch.llm_helpers import is_at_rest
 from tests.torch.vision.tiny_models import (
     KINDS,
@@ -145,15 +146,14 @@ def test_logits_are_those_of_transformers(saved: tuple[Path, Any]) -> None:
             assert np.abs(found - reference_logits(model, each)[-count:].numpy()).max() < 2e-5
 
 
-@pytest.mark.parametrize("budget, block_size, positions", CUTS)
+@pytest.mark.parametrize("saved, cut", diagonal(list(KINDS), CUTS), indirect=["saved"])
 def test_answers_are_those_of_transformers_however_prompts_and_pictures_are_cut(
     saved: tuple[Path, Any],
     wanted: list[list[int]],
     line_prices: Callable[[float], None],
-    budget: int,
-    block_size: int,
-    positions: float,
+    cut: tuple[int, int, float],
 ) -> None:
+    budget, block_size, positions = cut
     line_prices(positions)
     options = {**OPTIONS, "max_num_batched_tokens": budget, "block_size": block_size, "num_blocks": 128}
     with LLM(str(saved[0]), **options) as llm:

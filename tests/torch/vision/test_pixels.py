@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -16,7 +17,6 @@ from paceline.models.media.picture_settings import MediaSettings, PatchSettings,
 from paceline.models.media.sizes import media_size
 from tests.pictures import sixty
 
-PICTURES = list(sixty())
 TILES = [
     TileSettings(longest=1456, tile=364, patch=14, outputs=169),  # Idefics3
     TileSettings(longest=2048, tile=512, patch=16, outputs=64),  # SmolVLM
@@ -44,11 +44,29 @@ def _ours(data: bytes, settings: MediaSettings) -> tuple[Any, list[np.ndarray]]:
 
 
 def test_there_are_sixty_pictures() -> None:
-    assert len(PICTURES) == 60
+    assert len(sixty()) == 60
 
 
-@pytest.mark.parametrize("settings", TILES, ids=lambda each: f"{each.longest}-{each.tile}-{each.splits}")
-def test_tiles_are_those_of_idefics3_and_smolvlm(settings: TileSettings) -> None:
+def shares(settings: Sequence[MediaSettings]) -> list[Any]:
+    """Settings with the pictures to see with them: in `make test` every picture with one of them, in the campaign with
+    each."""
+    count = len(settings)
+    return [
+        pytest.param(each, slice(place, None, count), id=named(each)) for place, each in enumerate(settings)
+    ] + [
+        pytest.param(each, slice(None), id=f"{named(each)} all", marks=pytest.mark.campaign)
+        for each in settings
+    ]
+
+
+def named(settings: MediaSettings) -> str:
+    if isinstance(settings, TileSettings):
+        return f"{settings.longest}-{settings.tile}-{settings.splits}"
+    return str(settings.patch)
+
+
+@pytest.mark.parametrize("settings, share", shares(TILES))
+def test_tiles_are_those_of_idefics3_and_smolvlm(settings: TileSettings, share: slice) -> None:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -61,7 +79,7 @@ def test_tiles_are_those_of_idefics3_and_smolvlm(settings: TileSettings) -> None
         do_rescale=False,
         do_normalize=False,
     )
-    for name, data in PICTURES:
+    for name, data in sixty()[share]:
         expected = processor(_reference(data), return_tensors="np")
         size, pixels = _ours(data, settings)
         assert [[size.rows]] == expected["rows"] and [[size.columns]] == expected["cols"], name
@@ -72,8 +90,8 @@ def test_tiles_are_those_of_idefics3_and_smolvlm(settings: TileSettings) -> None
             assert np.array_equal(ours[0], theirs), name
 
 
-@pytest.mark.parametrize("settings", PATCHES, ids=lambda each: str(each.patch))
-def test_patches_are_those_of_qwen(settings: PatchSettings) -> None:
+@pytest.mark.parametrize("settings, share", shares(PATCHES))
+def test_patches_are_those_of_qwen(settings: PatchSettings, share: slice) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil(
@@ -83,7 +101,7 @@ def test_patches_are_those_of_qwen(settings: PatchSettings) -> None:
         do_rescale=False,
         do_normalize=False,
     )
-    for name, data in PICTURES:
+    for name, data in sixty()[share]:
         expected = processor(_reference(data), return_tensors="np")
         size, (pixels,) = _ours(data, settings)
         assert size.grid == tuple(expected["image_grid_thw"][0]), name

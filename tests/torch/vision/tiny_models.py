@@ -217,8 +217,15 @@ def reference_logits(model: Any, given: Prompt) -> torch.Tensor:
 
 
 def reference_tokens(model: Any, given: Prompt, count: int) -> list[int]:
-    """The greedy answer, computed whole for each token: there is nothing that could differ from it."""
-    tokens = list(given.tokens)
-    for _ in range(count):
-        tokens.append(int(reference_logits(model, given._replace(tokens=tokens))[-1].argmax()))
-    return tokens[len(given.tokens) :]
+    """The greedy answer, computed whole for each token: there is nothing that could differ from it. Computed once for
+    all tests of a model: `_ANSWERS` also keeps the model, so that no other one gets its identity."""
+    key = (model, tuple(given.tokens), tuple(each.given.content for each in given.pictures), count)
+    if key not in _ANSWERS:
+        tokens = list(given.tokens)
+        for _ in range(count):
+            tokens.append(int(reference_logits(model, given._replace(tokens=tokens))[-1].argmax()))
+        _ANSWERS[key] = tokens[len(given.tokens) :]
+    return list(_ANSWERS[key])
+
+
+_ANSWERS: dict[Any, list[int]] = {}
