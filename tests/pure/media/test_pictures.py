@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError, InvalidImage, InvalidRequest, MediaNotAllowed, UnsupportedModality
+from paceline.models.media import decode
 from paceline.models.media.picture_settings import PatchSettings
 from paceline.models.media.pictures import PictureReader, open_pictures
 from paceline.models.media.sources import Picture, take_pictures
@@ -232,3 +234,27 @@ def test_parts_of_any_shape_are_pictures_or_refused(kind: str, part: dict[str, A
     else:
         reason = None
     assert reason is None or "messages[0].content[0]" in str(reason)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("size", [(1, 1), (1201, 2502), (3, 4000)])
+def test_transparency_is_put_on_white_strip_by_strip(mode: str, size: tuple[int, int]) -> None:
+    """The same pixels as of the whole picture at once, in a part of the memory."""
+    image = picture(*size, mode=mode)
+    if mode == "P":
+        image.info["transparency"] = 7
+    whole = image.convert("RGBA")
+    white = Image.new("RGBA", whole.size, (255, 255, 255, 255))
+    expected = Image.alpha_composite(white, whole).convert("RGB")
+    made: list[int] = []
+    composite = Image.alpha_composite
+
+    def noted(below: Image.Image, above: Image.Image) -> Image.Image:
+        made.append(above.width * above.height)
+        return composite(below, above)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image, "alpha_composite", noted)
+        found = decode.rgb(image)
+    assert found.tobytes() == expected.tobytes()
+    assert sum(made) == size[0] * size[1] and max(made) <= decode.STRIP_PIXELS

@@ -26,6 +26,7 @@ from paceline.models.media.sizes import MediaSize, first_size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+STRIP_PIXELS = 1_000_000
 MISSING = "pictures need the extra vision, which is not installed here: pip install 'paceline[vision]'"
 # How to turn a picture by its orientation in EXIF, in the words of Pillow.
 _TURNS = {
@@ -76,14 +77,22 @@ def rgb(image: Image) -> Image:
     if image.mode.startswith("I"):
         image = images.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = images.new("RGBA", image.size, (255, 255, 255, 255))
-        image = images.alpha_composite(white, image)
+        return _on_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+def _on_white(image: Image) -> Image:
+    """In strips: of a large picture every copy is hundreds of megabytes."""
+    from PIL import Image as images
+
+    found = images.new("RGB", image.size)
+    high = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, high):
+        strip = image.crop((0, top, image.width, min(top + high, image.height))).convert("RGBA")
+        white = images.new("RGBA", strip.size, (255, 255, 255, 255))
+        found.paste(images.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return found
+
 
 Pixels = NDArray[np.uint8]
 
