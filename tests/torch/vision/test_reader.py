@@ -161,6 +161,7 @@ def expected(model: Any, folder: Path, images: list[Image.Image]) -> list[str]:
     return [str(processor.tokenizer.decode(ids, skip_special_tokens=True)) for ids in told]
 
 
+@pytest.mark.campaign
 def test_pictures_it_has_never_seen_are_read_as_transformers_reads_them(
     reader: tuple[Any, ClientServer],
 ) -> None:
