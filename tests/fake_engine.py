@@ -89,6 +89,7 @@ class IdleStream:
 
     first = 1
     forecast: Forecast | None = None
+    failovers = 0
 
     def divert(self, on_updates: OnUpdates) -> None:
         """Updates are always taken by the reader."""
@@ -106,6 +107,7 @@ class IdleClient:
     state = EngineState.READY
     stats = EngineStats()
     heartbeat_age_s = 0.1
+    waits_for_engine = False
     info = _INFO
     adapters: Mapping[str, AdapterInfo] = {}
 

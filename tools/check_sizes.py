@@ -34,6 +34,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "parameters",
     ): "a keyword for each thing a prompt may come with",
     (
+        "src/paceline/process/async_engine.py::AsyncEngine.submit",
+        "parameters",
+    ): "those of the interface, and how far another engine was with it",
+    (
         "src/paceline/runner/gpu/runner.py::GPURunner.__init__",
         "parameters",
     ): "a keyword for each part that a runner may have",

@@ -127,6 +127,20 @@ def _admit(run: list[Decision], past: list[Decision]) -> str:
     )
 
 
+def _route(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    engine, _, rule = decision.detail.partition(": ")
+    cached = f", {_count(decision.value, 'token')} of it cached there" if decision.value else ""
+    again = "went on in" if any(each.kind is DecisionKind.FAILOVER for each in past) else "was given to"
+    cost = f", first token expected after {format_time(decision.seconds)}" if decision.seconds else ""
+    return f"{again} {engine} ({rule}){cached}{cost}"
+
+
+def _failover(run: list[Decision], past: list[Decision]) -> str:
+    decision = run[-1]
+    return f"{decision.detail} was lost with it, behind {_count(decision.value, 'token')} of output"
+
+
 def _resume(run: list[Decision], past: list[Decision]) -> str:
     decision = run[0]
     left = next((each for each in reversed(past) if each.kind is DecisionKind.PREEMPT), None)
@@ -352,6 +366,8 @@ _SENTENCES: dict[DecisionKind, Callable[[list[Decision], list[Decision]], str]] 
     DecisionKind.CHUNK: _chunk,
     DecisionKind.ENCODE: _encode,
     DecisionKind.PLACE: _place,
+    DecisionKind.ROUTE: _route,
+    DecisionKind.FAILOVER: _failover,
     DecisionKind.PIN: _pin,
     DecisionKind.UNPIN: _unpin,
     DecisionKind.STALL: _stall,

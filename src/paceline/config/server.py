@@ -282,6 +282,37 @@ def split_list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
+# Options of several engines of one model behind one server.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig(CheckedOptions):
+    """Several engines of one model: how many, which of them gets a request, and what happens when one is lost."""
+
+    PANEL: ClassVar = "Several engines"
+
+    replicas: int = option(
+        1,
+        "engines of the model, each in its own process; cores and GPUs are dealt out",
+        low=1,
+        high=64,
+        basic=True,
+    )
+    router: str = option(
+        "soonest",
+        "which engine gets a request: soonest, round-robin, least-loaded, prefix-aware, or your own as MODULE:CLASS",
+    )
+    max_failovers: int = option(
+        2,
+        "times that a request may go on in another engine because the one that had it was lost",
+        low=0,
+        high=16,
+    )
+    engine_wait_s: float = option(
+        10.0, "seconds that a request waits for an engine when all are lost", low=0.0, high=3600.0
+    )
+
+
 # Options of the engine's process: heartbeats, restarts, and the bounds of what travels between the processes.
 #
 # Declared with `config.options.option`, as all options are; times are options so that tests can shorten them.

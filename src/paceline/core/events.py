@@ -149,6 +149,9 @@ class DecisionKind(StrEnum):
     ENCODE = "encode"  # an item of its prompt has vectors
     PLACE = "place"  # KV of a context is copied to its place in the prompt
     DRAFT = "draft"  # about no request: rows may have more drafts in a step, or fewer
+    # Of a front with several engines, not of a scheduler.
+    ROUTE = "route"  # an engine was chosen
+    FAILOVER = "failover"  # the engine that had it was lost
 
 
 # The message to a user for `numerical_error`.
@@ -260,6 +263,9 @@ class Rule(StrEnum):
     # draft
     MORE_DRAFTS = "more are worth their time"
     FEWER_DRAFTS = "fewer are worth their time"
+    # route, failover
+    CHOSEN = "chosen"  # detail: the engine, by which of the router's rules, and what the runner-up would have taken
+    ENGINE_LOST = "engine lost"  # value: tokens that were known; detail: the engine
 
 
 NO_NUMBER = -1  # a figure that does not bear on a decision

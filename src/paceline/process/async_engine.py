@@ -50,6 +50,8 @@ LOST_MODEL = "this model could not be woken; an operator can try again: POST /v1
 class AsyncEngine:
     """One engine, whichever process it lives in at the moment."""
 
+    waits_for_engine = False
+
     def __init__(self, config: ProcessConfig, number: int = 0, numbers: Numbers | None = None) -> None:
         """`number`: which of the models of the process it is; `numbers`: of their requests."""
         self.rejects = Rejects()

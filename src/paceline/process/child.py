@@ -9,7 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 # -P: a file in the folder the server was started in must not stand in for a module.
 COMMAND = (sys.executable, "-P", "-m", "paceline.process.engine_main")
@@ -19,12 +24,46 @@ _POLL_S = 0.01
 _DUMP_S = 0.5  # what writing the stacks may take
 
 
+class Place(NamedTuple):
+    """What of a machine an engine gets, where there are several; empty: all of it."""
+
+    cores: frozenset[int] = frozenset()
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+def deal_out(count: int) -> list[Place]:
+    """Parts of this machine for as many engines: cores side by side, and GPUs in turn where there are any."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= count:
+        bounds = [len(cores) * number // count for number in range(count + 1)]
+        shares = [frozenset(cores[start:end]) for start, end in pairwise(bounds)]
+    else:  # they take turns
+        shares = [frozenset((cores[number % len(cores)],)) for number in range(count)]
+    devices = _devices()
+    if not devices:
+        return [Place(share) for share in shares]
+    named = [{"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]} for number in range(count)]
+    return [Place(share, each) for share, each in zip(shares, named, strict=True)]
+
+
+def _devices() -> list[str]:
+    """The GPUs that this process may use, as the variable names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [each for each in given.split(",") if each]
+    found = [each.name[len("nvidia") :] for each in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(found, key=int)
+
+
 class EngineChild:
     """A process that was started. `sock` is our end of the channel."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, place: Place | None = None) -> None:
         self.sock, theirs = socket.socketpair()
+        self.place = place
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        if place is not None:
+            environment |= place.environment
         try:
             self._process = subprocess.Popen(
                 command,
@@ -38,6 +77,9 @@ class EngineChild:
             raise
         finally:
             theirs.close()
+        if place is not None and place.cores:
+            with suppress(OSError):  # it has ended, or it may not: then it has all of them
+                os.sched_setaffinity(self._process.pid, place.cores)
 
     @property
     def pid(self) -> int:

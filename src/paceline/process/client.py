@@ -25,6 +25,7 @@ from paceline.core.standing import Standing
 from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.costs.cost_model import ModelWork
 from paceline.errors import PacelineError
+from paceline.routing.view import Gauges
 
 
 class EngineUnavailable(PacelineError):
@@ -73,6 +74,7 @@ class EngineInfo:
     picture_vectors: int = 0  # that there is room for; 0: it takes text only
     vectors: str = ""  # what a text becomes beside or instead of text, in words
     blending: Blending = UNKNOWN  # what placing texts in prompts keeps
+    fingerprint: str = ""  # engines with the same one go on with each other's requests, to the bit
 
     @property
     def usable_blocks(self) -> int:
@@ -115,6 +117,7 @@ class EngineStats:
     slabs: SlabUse = field(default_factory=SlabUse)
     pins: PinUse = field(default_factory=PinUse)
     media: MediaUse = field(default_factory=MediaUse)
+    load: Gauges = field(default_factory=Gauges)  # what a router compares engines by
 
     @property
     def prefix_queries(self) -> int:
@@ -147,6 +150,10 @@ class EngineStream(Protocol):
     """One request under way. Its owner must `close` it, in whatever way it ends."""
 
     first: int  # the engine's number of the first branch; each further branch has the next one
+
+    @property
+    def failovers(self) -> int:
+        """Times that it went on in another engine."""
 
     @property
     def forecast(self) -> Forecast | None:
@@ -224,6 +231,10 @@ class EngineClient(Protocol):
 
     @property
     def heartbeat_age_s(self) -> float: ...
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether requests may come while it is not ready, and wait until it is."""
 
     def submit(
         self,

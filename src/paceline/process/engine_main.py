@@ -38,6 +38,7 @@ from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineInfo
 from paceline.process.engine_service import EngineService, LogQueue, set_up_logs
+from paceline.process.fingerprint import fingerprint_of
 
 FIRST_FRAME_S = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -241,6 +242,7 @@ def _info(loaded: LoadedModel, load_s: float) -> EngineInfo:
         makes_text=spec.encoder is None,
         picture_vectors=0 if work is None else work.num_pages * work.page_vectors,
         vectors=_vectors(loaded),
+        fingerprint=fingerprint_of(loaded),
         work=model_work(spec, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes),
     )
 

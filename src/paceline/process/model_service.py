@@ -36,6 +36,7 @@ from paceline.process import frames
 from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
 from paceline.process.live_view import LiveView
+from paceline.process.load_gauges import gauges_of
 from paceline.process.outbox import Outbox
 from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
@@ -198,6 +199,7 @@ class ModelService:
             slabs=self.slabs(),
             pins=state.kv.pins.use(),
             media=state.encodings.use(),
+            load=gauges_of(engine.scheduler),
             standing=self._seat.standing,
             sleep_level=self._seat.level,
             wakes=self.wakes,

@@ -75,6 +75,7 @@ class Stream:
         *("_close", "_finish_at", "_on_updates", "_waiter", "branches", "error", "first", "num_open"),
         *("forecast", "touched", "undelivered"),
     )
+    failovers = 0
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from paceline.process import child as children
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.channel import ChannelBroken, FrameReader, Rejects, make_header
-from paceline.process.child import EngineChild
+from paceline.process.child import EngineChild, Place
 from paceline.process.client import EngineState, EngineUnavailable
 from paceline.process.questions import Numbers
 
@@ -148,11 +148,16 @@ class EngineProcess:
         config: ProcessConfig,
         first: EngineChild | None = None,
         further: ModelSet | None = None,
+        *,
+        numbers: Numbers | None = None,
+        place: Place | None = None,
     ) -> None:
         """`first` is a process that was started already, and waits for the model to load. `further`: the models where
-        there are several, or one that may sleep; its first is `model`."""
+        there are several, or one that may sleep; its first is `model`. `numbers`: of requests, which several engines
+        share; `place`: what of the machine this one has."""
         self._models = further or ModelSet(entries=[ModelEntry(model=model, given=given)])
-        numbers = Numbers()
+        numbers = numbers or Numbers()
+        self._place = place
         self.clients = [AsyncEngine(config, number, numbers) for number in range(len(self._models.entries))]
         self.client = self.clients[0]
         self._first = first
@@ -287,7 +292,7 @@ class EngineProcess:
         self._incarnation += 1
         config = self._config
         link = Link(self._incarnation, config.max_frame_bytes, self.client.rejects, self._on_frame)
-        child, self._first = self._first or EngineChild(self.command), None
+        child, self._first = self._first or EngineChild(self.command, self._place), None
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=child.sock)
         except BaseException:

@@ -291,6 +291,11 @@ class Forecaster:
             row_s=max(0.0, cost(tokens.rows + 1, 0, 0.0) - own_s),
         )
 
+    @property
+    def speed(self) -> StepSpeed:
+        """What steps have taken."""
+        return self._speed
+
     def next_ending_s(self) -> float | None:
         """Until the first running request is thought to end; None while that is not known, or no request runs."""
         live = _live(self._state)

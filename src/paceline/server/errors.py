@@ -277,6 +277,11 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     INTERNAL: (500, OURS, "Something went wrong here; the request id is in the header x-request-id."),
     "numerical_error": (500, OURS, NOT_FINITE),
     "grammar_error": (500, OURS, "The answer could not go on as its form demands."),
+    "engine_lost_twice": (
+        500,
+        OURS,
+        "Two engines were lost while they had this request; it is not tried again for ten minutes.",
+    ),
     "starting": (503, OURS, "The model is being loaded; try again in a moment.", 2),
     "model_unavailable": (
         503,

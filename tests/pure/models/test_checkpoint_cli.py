@@ -58,7 +58,9 @@ def test_a_name_that_is_no_model_is_said_before_torch_is_imported(command: tuple
 
 
 def test_a_server_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.serve.run._start_engine", lambda: pytest.fail("an engine is started"))
+    monkeypatch.setattr(
+        "paceline.cli.serve.run._start_engines", lambda count: pytest.fail("an engine is started")
+    )
     with pytest.raises(CheckpointError, match="'nosuch' is not a model"):
         run_server(ServerConfig(), ProcessConfig(), {"model": "nosuch"})
 
@@ -67,7 +69,7 @@ def test_the_engine_is_started_before_the_server_is_imported() -> None:
     code = (
         "import sys; from paceline.cli.main import PACELINE\n"
         "from paceline.cli.serve import run as serve_run\n"
-        "serve_run._start_engine = lambda: sys.exit(str({'numpy', 'jinja2', 'uvloop'} & set(sys.modules)))\n"
+        "serve_run._start_engines = lambda count: sys.exit(str({'numpy', 'jinja2', 'uvloop'} & set(sys.modules)))\n"
         "PACELINE.call(['serve'], 'paceline')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -21,6 +21,7 @@ from paceline.config.server import (
     ApiConfig,
     BatchConfig,
     BillingConfig,
+    FleetConfig,
     ObserveConfig,
     ProcessConfig,
     ServerConfig,
@@ -140,6 +141,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         observe=from_values(ObserveConfig, values),
     )
     process = from_values(ProcessConfig, values)
+    fleet = from_values(FleetConfig, values)
     engine = engine_options(values)
     models = None
     if len(named) > 1 or listed is not None:
@@ -150,6 +152,8 @@ def _serve(given: Mapping[str, Any]) -> None:
         models = models_of(named, listed, engine)
         if config.api.model_names:
             raise InputError("--served-model-name names one model; name several in the file of --models")
+        if fleet.replicas > 1:
+            raise InputError("--replicas is for one model; several models share one engine process")
 
     from paceline.cli.serve.run import run_server
 
@@ -158,7 +162,7 @@ def _serve(given: Mapping[str, Any]) -> None:
 
         check_run_log(values["run_log"])
 
-    code = run_server(config, process, engine, models)
+    code = run_server(config, process, engine, models, fleet)
     sys.stdout.flush()
     if code:
         raise SystemExit(code)
@@ -182,7 +186,7 @@ SERVE = Command(
             "Pictures",
         ),
         *("Queue and preemption", "Recording", "Records to keep"),
-        *(ProcessConfig, UnsupportedOptions),
+        *(FleetConfig, ProcessConfig, UnsupportedOptions),
     ),
     # The server rejects requests before the engine's own queue is full.
     defaults={

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from paceline.cli.serve.view import card_lines, further_line, show_card
 from paceline.config.model_set import ModelSet
 from paceline.config.server import ServerConfig
+from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineInfo
+from paceline.process.fleet import Fleet
+from paceline.process.fleet_process import FleetProcess
 from paceline.process.supervisor import EngineProcess
 from paceline.server.access.keys_file import Keyring, read_keys
 from paceline.server.api.batch_routes import large_bodies
@@ -31,7 +34,7 @@ from paceline.version import __version__
 def build_server(
     config: ServerConfig,
     models: ModelSet,
-    engine: EngineProcess,
+    engine: EngineProcess | FleetProcess,
     keyring: Keyring,
     sockets: Sequence[socket.socket],
     output: LogOutput,
@@ -60,7 +63,8 @@ def build_server(
     batches = BatchSettings(
         config=config.batches, max_line_bytes=config.max_body_bytes, callers=app.caller_of
     )
-    served = list(zip(models.entries, engine.clients, strict=True))
+    clients: Sequence[AsyncEngine | Fleet] = engine.clients
+    served = list(zip(models.entries, clients, strict=True))
     build = open_api(served, config.api, app.log, billing, batches)
 
     async def open_in_thread() -> Api:

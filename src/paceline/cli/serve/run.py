@@ -13,16 +13,21 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.model_set import ModelEntry, ModelSet
-from paceline.config.server import ProcessConfig, ServerConfig
+from paceline.config.server import FleetConfig, ProcessConfig, ServerConfig
 from paceline.errors import PacelineError
 from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.process.child import EngineChild
+    from paceline.process.fleet_process import FleetProcess
+    from paceline.process.supervisor import EngineProcess
+
+
+ONE_ENGINE = FleetConfig()
 
 
 class EngineNotStarted(PacelineError):
@@ -32,7 +37,11 @@ class EngineNotStarted(PacelineError):
 
 
 def run_server(
-    config: ServerConfig, process: ProcessConfig, engine: Mapping[str, Any], models: ModelSet | None = None
+    config: ServerConfig,
+    process: ProcessConfig,
+    engine: Mapping[str, Any],
+    models: ModelSet | None = None,
+    fleet: FleetConfig = ONE_ENGINE,
 ) -> int:
     """Serve until a signal stops it; returns the exit code. `models`: where there are several, instead of `engine`."""
     from paceline.llm.arguments import split_arguments
@@ -49,7 +58,7 @@ def run_server(
     _check_models(models, config)
 
     _set_process_limits(config)
-    child = _start_engine()
+    children = _start_engines(fleet.replicas)
     try:
         for entry in models.entries:
             bring_here(entry.model.model, entry.model.revision, entry.model.download_dir)
@@ -68,16 +77,12 @@ def run_server(
         billing = open_billing(config.billing)
         sockets = _bind(config)
     except BaseException:
-        child.kill_now()
+        _kill(children)
         raise
     output = set_up_logs(config.log_format, config.log_level)
 
     async def serve() -> int:
-        from paceline.cli.serve.view import LoadingLine
-        from paceline.process.supervisor import EngineProcess
-
-        running = EngineProcess(models.entries[0].model, {}, process, child, models)
-        running.on_loading = LoadingLine(sys.stderr).show
+        running = _engine(models, process, fleet, children)
         await running.start()
         await asyncio.sleep(0)  # the engine gets its model before this process is busy importing
 
@@ -117,13 +122,40 @@ def _check_models(models: ModelSet, config: ServerConfig) -> None:
         print(f"paceline {__version__}: loading {names} ...", file=sys.stderr, flush=True)
 
 
-def _start_engine() -> EngineChild:
+def _start_engines(count: int) -> list[EngineChild]:
     from paceline.process import child
 
+    started: list[EngineChild] = []
     try:
-        return child.EngineChild(child.COMMAND)
+        for place in child.deal_out(count) if count > 1 else [None]:
+            started.append(child.EngineChild(child.COMMAND, place))
     except OSError as error:
+        _kill(started)
         raise EngineNotStarted(f"the engine's process cannot be started: {error}") from error
+    return started
+
+
+def _kill(children: Sequence[EngineChild]) -> None:
+    for child in children:
+        child.kill_now()
+
+
+def _engine(
+    models: ModelSet, process: ProcessConfig, fleet: FleetConfig, children: Sequence[EngineChild]
+) -> EngineProcess | FleetProcess:
+    """One engine has no fleet in its way."""
+    from paceline.cli.serve.view import LoadingLine
+    from paceline.process.supervisor import EngineProcess
+
+    running: EngineProcess | FleetProcess
+    if fleet.replicas == 1:
+        running = EngineProcess(models.entries[0].model, {}, process, children[0], models)
+    else:
+        from paceline.process.fleet_process import FleetProcess
+
+        running = FleetProcess(models, process, fleet, children)
+    running.on_loading = LoadingLine(sys.stderr).show
+    return running
 
 
 def _bind(config: ServerConfig) -> list[socket.socket]:

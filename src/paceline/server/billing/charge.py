@@ -36,6 +36,7 @@ class Consumption:
     num_sent: int = 0
     queue_s: float | None = None
     preemptions: int = 0
+    failovers: int = 0  # times that it went on in another engine
     cost: Cost = NO_COST  # of all branches that have ended
     finish_reason: str = ""  # stop, length, abort or error; of the first branch that did not end well, if any
     error_code: str = ""
@@ -152,6 +153,7 @@ def receipt(used: Consumption, charge: Charge) -> Mapping[str, Any]:
         **(
             {"reused_tokens": cost.reused, "reused_tokens_recomputed": cost.recomputed} if cost.reused else {}
         ),
+        **({"failovers": used.failovers} if used.failovers else {}),
         "queue_ms": round((used.queue_s or 0.0) * 1e3, 3),
         "kv_block_seconds": cost.block_us / 1e6,
         **(

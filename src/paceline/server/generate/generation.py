@@ -481,6 +481,7 @@ class Generation:
             record.num_cached += ending.num_cached
         record.longest_output = max(record.longest_output, ending.num_output)
         record.preemptions += ending.preemptions
+        record.failovers = sum(each.stream.failovers for each in self._parts)
         record.cost = Cost._make(map(sum, zip(record.cost, ending.cost, strict=True)))
         record.queue_s = max(record.queue_s or 0.0, ending.queue_s)
         if ending.vector:

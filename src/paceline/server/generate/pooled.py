@@ -49,6 +49,10 @@ class FedStream:
         self._stream: EngineStream | None = None
 
     @property
+    def failovers(self) -> int:
+        return 0 if self._stream is None else self._stream.failovers
+
+    @property
     def forecast(self) -> Forecast | None:
         return None if self._stream is None else self._stream.forecast
 

@@ -137,6 +137,9 @@ class Service:
     def check_loaded(self) -> None:
         """Raises EngineUnavailable when no engine is there to answer."""
         state = self.client.state
+        if state is not EngineState.READY and self.client.waits_for_engine:
+            self._loaded()
+            return
         if state is EngineState.STARTING:
             raise EngineUnavailable("the model is being loaded; try again in a moment", code="starting")
         if state is not EngineState.READY:

@@ -13,10 +13,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from paceline.process.client import EngineClient
+from paceline.process.fleet import Fleet
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.families import LABELS, Families
+from paceline.server.metrics.fleet import fleet_families
 from paceline.server.metrics.request_metrics import (
     HttpMetrics,
     RequestFamilies,
@@ -59,6 +61,7 @@ class MetricsPage(Collector):
         self.model_name = ""
         self.labelled: LabelledFacts = list
         self.models: Sequence[ModelFigures] = ()  # where there are several
+        self.fleet = client if isinstance(client, Fleet) else None
         self._client = client
         self._requests = requests
         self._http = http
@@ -104,6 +107,8 @@ class MetricsPage(Collector):
         yield from model.batching.families(make)
         yield from forecast_families(model.requests.forecasts, make)
         yield from self._adapters(make, model.client)
+        if self.fleet is not None:
+            yield from fleet_families(self.fleet, make, model.name)
 
     def _server(self, make: Families) -> Iterable[Metric]:
         more_gauges, more_counters = self._more

@@ -1,0 +1,541 @@
+"""Several engines that look like one: implements `EngineClient` over engines of the same model.
+
+A request goes to the engine that the router chooses; when that is lost, its stream goes on in another one. Requests are
+numbered across all engines, so that no two share a number; a request keeps its own, whatever engine has it.
+Nothing here knows how engines are started: `fleet_process` does. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.config.server import FleetConfig
+from paceline.core.adapter import NO_ADAPTER, AdapterInfo
+from paceline.core.dial import DialSetting
+from paceline.core.events import Forecast
+from paceline.core.request import BranchState, Change, ChangeOutcome, RequestId, TreeLimits
+from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
+from paceline.core.standing import Standing
+from paceline.core.stretch import PLAIN, ModulePart, PromptParts
+from paceline.errors import PacelineError, QueueFull, UnknownAdapter
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.client import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    EngineStream,
+    EngineUnavailable,
+    Explanation,
+    PolicyChange,
+    Steering,
+)
+from paceline.process.fleet_figures import joint_info, joint_stats
+from paceline.process.fleet_stream import FINAL, Asked, FleetStream
+from paceline.process.fleet_ways import Ways
+from paceline.process.questions import Numbers
+from paceline.routing.routers import make_router, route
+from paceline.routing.view import Ask, Choice, FleetView, Gauges
+from paceline.routing.view import EngineState as Seen
+
+_logger = logging.getLogger("paceline")
+REFUSED_S = 600.0  # how long a prompt is refused that was with two engines that were lost
+USUAL_PER_S = 1000.0  # prompt tokens, as long as no engine knows better
+LOOK_S = 0.02  # from one look for an engine to the next
+LOST_TWICE = "the request was with two engines that were lost, and is not tried again"
+_SEEN = {
+    EngineState.STARTING: Seen.STARTING,
+    EngineState.READY: Seen.READY,
+    EngineState.STUCK: Seen.LOST,
+    EngineState.LOST: Seen.LOST,
+    EngineState.STOPPED: Seen.LOST,
+}
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine of a fleet."""
+
+    number: int
+    engine: AsyncEngine
+    is_draining: bool = False
+    is_gone: bool = False  # it is not started again
+    stats: EngineStats | None = None  # that the view has
+    # Of its loss, while it is lost: whether requests were there that it had told nothing of.
+    had_newcomers: bool | None = None
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None before it was loaded for the first time."""
+        try:
+            return self.engine.info
+        except EngineUnavailable:
+            return None
+
+
+class Fleet:
+    """Engines behind one front."""
+
+    def __init__(self, engines: Sequence[AsyncEngine], config: FleetConfig, numbers: Numbers) -> None:
+        self.members = [Member(number, engine) for number, engine in enumerate(engines)]
+        self.view = FleetView(1)
+        for _ in engines:
+            self.view.attach(state=Seen.STARTING)
+        self.routed: dict[str, int] = {}  # choices, by rule
+        self.failovers: dict[str, int] = {"resumed": 0, "restarted": 0, "gave_up": 0}
+        self._config = config
+        self._router = make_router(config.router)
+        self._numbers = numbers
+        self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
+        self._ways = Ways()
+        self._refused: dict[bytes, float] = {}  # prompts that are refused, and until when
+        self._steered: list[tuple[DialSetting | None, PolicyChange | None]] = []
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._is_stopping = False
+
+    # -- how it stands -------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        states = {member.engine.state for member in self.members}
+        order = (EngineState.READY, EngineState.STUCK, EngineState.STARTING, EngineState.LOST)
+        return next((each for each in order if each in states), EngineState.STOPPED)
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Requests may come although no engine takes them now: they wait for one."""
+        return not self._is_stopping and any(member.info for member in self.members)
+
+    @property
+    def info(self) -> EngineInfo:
+        infos = [info for member in self.members if (info := member.info) is not None]
+        return joint_info(infos) if infos else self.members[0].engine.info  # which raises
+
+    @property
+    def stats(self) -> EngineStats:
+        return joint_stats([member.engine.stats for member in self.members])
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        ready = [member.engine for member in self.members if member.engine.state is EngineState.READY]
+        return max(each.heartbeat_age_s for each in ready or [self.members[0].engine])
+
+    @property
+    def num_open(self) -> int:
+        return len({stream.first for stream in self._streams.values()})
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
+        timeout_s: float | None = None,
+        tree: TreeLimits | None = None,
+        adapter: int = NO_ADAPTER,
+        parts: PromptParts = PLAIN,
+    ) -> EngineStream:
+        """See `EngineClient`. Raises EngineUnavailable when the fleet is stopping or refuses this prompt."""
+        if self._is_stopping:
+            raise EngineUnavailable("the server is shutting down", code="shutting_down")
+        self._check_refused(tokens)
+        more = {"tenant": tenant, "service_level": service_level, "tree": tree, "parts": parts}
+        asked = Asked(
+            tokens=tokens,
+            sampling=sampling,
+            timeout_s=timeout_s,
+            adapter=self._adapter_name(adapter),
+            more=more,
+        )
+        stream = FleetStream(self, 0, sampling.n, asked)
+        if self._place(stream):
+            assert stream.inner is not None
+            stream.first = stream.inner.first
+        else:
+            stream.first = self._numbers.next
+            self._numbers.next += sampling.n
+        self._follow(stream)
+        return stream
+
+    def fork(
+        self,
+        number: int,
+        count: int,
+        *,
+        at: int,
+        append: Sequence[int] = (),
+        score: float = 0.0,
+        changes: Mapping[str, bool | int | float | str | None] | None = None,
+    ) -> EngineStream:
+        """See `EngineClient`. The branches are made where their parent is, and end with that engine."""
+        engine, inner = self._where(number)
+        made = engine.fork(inner, count, at=at, append=append, score=score, changes=changes)
+        stream = FleetStream(self, made.first, count, None)
+        stream.go_on(self._engine_of(number), made)
+        parent = self._streams.get(number)
+        if parent is not None:
+            parent.asked = None  # a tree stays together
+        self._follow(stream)
+        return stream
+
+    async def extend(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        modules: Sequence[ModulePart] = (),
+    ) -> None:
+        engine, inner = self._where(number)
+        await engine.extend(inner, tokens, max_tokens=max_tokens, modules=modules)
+        if number in self._streams:
+            self._streams[number].asked = None  # it is another request now
+
+    async def prune(self, numbers: Sequence[int]) -> list[ChangeOutcome]:
+        return await self._each(numbers, AsyncEngine.prune)
+
+    async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
+        return await self._each(numbers, AsyncEngine.change, change)
+
+    async def _each(self, numbers: Sequence[int], ask: Any, *more: Any) -> list[ChangeOutcome]:
+        """Ask every engine about the branches that it has."""
+        places = [self._where(number) for number in numbers]
+        outcomes = [ChangeOutcome.ENDED] * len(numbers)
+        for engine in {id(each): each for each, _ in places}.values():
+            own = [place for place, (each, _) in enumerate(places) if each is engine]
+            found = await ask(engine, [places[place][1] for place in own], *more)
+            for place, outcome in zip(own, found, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    async def tree(self, number: int) -> list[BranchState]:
+        engine, inner = self._where(number)
+        shift = RequestId(number - inner)
+        return [
+            replace(
+                each,
+                request=RequestId(each.request + shift),
+                parent=None if each.parent is None else RequestId(each.parent + shift),
+            )
+            for each in await engine.tree(inner)
+        ]
+
+    async def explain(self, number: int) -> Explanation:
+        engine, inner = self._where(number)
+        known = Explanation([], number in self._streams)
+        if engine.state is EngineState.READY:
+            known = await engine.explain(inner)
+        way = self._ways.of(number)
+        return known if way is None else Explanation(way.explained(number, known.decisions), known.is_live)
+
+    async def forecast(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        service_level: ServiceLevel = DEFAULT_LEVEL,
+        adapter: int = NO_ADAPTER,
+        parts: PromptParts = PLAIN,
+    ) -> Forecast | None:
+        self._look()
+        ask = self._ask(tokens, sampling.max_tokens, tenant)
+        if not len(self.view.candidates(ask)):
+            raise EngineUnavailable("no engine answers at the moment; try again later")
+        engine = self.members[self._router.choose(self.view, ask).engine].engine
+        number = self._adapter_at(engine, self._adapter_name(adapter))
+        return await engine.forecast(
+            tokens,
+            sampling,
+            tenant=tenant,
+            service_level=service_level,
+            adapter=number,
+            parts=parts,
+        )
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Bring the view up to date with what engines have said."""
+        for member in self.members:
+            engine, number = member.engine, member.number
+            seen = Seen.DRAINING if member.is_draining else _SEEN[engine.state]
+            if self.view.state[number] != seen:
+                self.view.set_state(number, seen)
+                if seen is Seen.READY:
+                    self._is_back(member)
+            if seen is Seen.READY and engine.stats is not member.stats:
+                member.stats = engine.stats
+                self.view.report(number, self._priced(member.stats.load), known=self.view.num_sent[number])
+
+    def _priced(self, load: Gauges) -> Gauges:
+        """An engine that knows no speed of its own yet is taken to be as fast as the fastest."""
+        if load.prefill_per_s:
+            return load
+        known = [member.stats.load.prefill_per_s for member in self.members if member.stats is not None]
+        return load._replace(prefill_per_s=max(known, default=0.0) or USUAL_PER_S)
+
+    def _is_back(self, member: Member) -> None:
+        """An engine takes requests, for the first time or again; what was changed meanwhile it has missed."""
+        info = member.engine.info
+        member.had_newcomers = None
+        self.view.fingerprint[member.number], self.view.block_tokens = info.fingerprint, info.block_size
+        if self._steered or self.adapters.keys() != member.engine.adapters.keys():
+            task = asyncio.ensure_future(self._catch_up(member.engine))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _catch_up(self, engine: AsyncEngine) -> None:
+        try:
+            for dial, policy in self._steered:
+                await engine.steer(dial=dial, policy=policy)
+            for name, known in self.adapters.items():
+                if name not in engine.adapters:
+                    await engine.load_adapter(name, known.folder)
+        except PacelineError as error:
+            _logger.warning("an engine has missed a change: %s", error)
+
+    def _ask(self, tokens: Sequence[int], max_tokens: int, tenant: str) -> Ask:
+        """Requests that begin alike belong together."""
+        beginning = np.array(tokens[: self.view.block_tokens], np.int64).tobytes()
+        session = hashlib.blake2b(tenant.encode() + beginning, digest_size=8).digest()
+        return Ask(
+            now_s=time.monotonic(),
+            num_prompt=len(tokens),
+            max_tokens=max_tokens,
+            tenant=tenant,
+            session=session,
+        )
+
+    def _place(self, stream: FleetStream) -> bool:
+        """Hand a request to the engine that the router chooses; False: none takes it now. Raises what is wrong with
+        it."""
+        asked = stream.asked
+        assert asked is not None
+        self._look()
+        begun = stream.begun
+        known = max(map(len, stream.outputs), default=0)
+        ask = self._ask(asked.tokens, asked.sampling.max_tokens - known, asked.more["tenant"])
+        ask = ask._replace(
+            num_prompt=len(asked.tokens) + known,
+            has_begun=begun is not None,
+            only=stream.fingerprint if begun is not None else None,
+            without=frozenset(stream.refused_by),
+        )
+        while True:
+            choice = route(self.view, self._router, ask)
+            if choice is None:
+                return False
+            engine = self.members[choice.engine].engine
+            try:
+                inner = engine.submit(
+                    asked.tokens,
+                    asked.sampling,
+                    timeout_s=asked.left_s,
+                    adapter=self._adapter_at(engine, asked.adapter),
+                    begun=begun,
+                    **asked.more,
+                )
+            except (EngineUnavailable, QueueFull, UnknownAdapter):
+                self.view.withdraw(choice)
+                ask = ask._replace(without=ask.without | {choice.engine})
+                continue
+            except PacelineError:
+                self.view.withdraw(choice)
+                raise
+            stream.fingerprint = engine.info.fingerprint
+            stream.go_on(choice.engine, inner)
+            self._note_choice(stream, choice, inner.first, ask.now_s)
+            return True
+
+    def _note_choice(self, stream: FleetStream, choice: Choice, inner: int, now_s: float) -> None:
+        self.routed[choice.rule] = self.routed.get(choice.rule, 0) + 1
+        self._ways.chosen(stream.first or inner, inner, choice, now_s)
+
+    # -- for streams ---------------------------------------------------------------------------------------
+
+    async def find_engine(self, stream: FleetStream) -> None:
+        """Wait until an engine has the request. Raises EngineUnavailable after `engine_wait_s`."""
+        until_s = time.monotonic() + self._config.engine_wait_s
+        left_s = stream.asked.left_s if stream.asked is not None else 0.0
+        if left_s is not None:
+            until_s = min(until_s, time.monotonic() + left_s)
+        while True:
+            if self._is_stopping:
+                raise EngineUnavailable("the server is shutting down", code="shutting_down")
+            if stream.is_closed:
+                raise EngineUnavailable("the request was closed by its owner")
+            if self._place(stream):
+                return
+            if time.monotonic() >= until_s or all(member.is_gone for member in self.members):
+                self._give_up(stream)
+                raise EngineUnavailable("no engine takes the request at the moment; try again later")
+            await asyncio.sleep(LOOK_S)
+
+    def lost(self, stream: FleetStream, error: EngineUnavailable) -> None:
+        """The engine of a stream is lost: it goes on in another one. Raises where it ends with its engine."""
+        if stream.asked is None or stream.is_closed or self._is_stopping or error.code in FINAL:
+            if not stream.is_closed:
+                self._give_up(stream)
+            raise error
+        began = stream.has_begun or any(stream.endings)
+        self._ways.lost(stream.first, sum(map(len, stream.outputs)))
+        if self._is_suspect(stream):
+            stream.strikes += 1
+        stream.inner = None
+        stream.refused_by.clear()
+        if stream.strikes >= 2:
+            self._refuse(stream.asked.tokens)
+            self._give_up(stream)
+            raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
+        if stream.failovers >= self._config.max_failovers:
+            self._give_up(stream)
+            raise error
+        stream.failovers += 1
+        self.failovers["resumed" if began else "restarted"] += 1
+        stream.settle()
+
+    def pass_over(self, stream: FleetStream) -> bool:
+        """The queue of its engine was full: whether another one may take it."""
+        stream.refused_by.add(stream.engine)
+        stream.inner = None
+        self._look()
+        asked = stream.asked
+        if asked is None:
+            return False
+        return self._place(stream)
+
+    def _is_suspect(self, stream: FleetStream) -> bool:
+        """Whether the request may be why its engine was lost: one that had just come, if there is any, else all."""
+        member = self.members[stream.engine]
+        if member.had_newcomers is None:
+            own = [each for each in self._streams.values() if each.engine == stream.engine]
+            member.had_newcomers = not all(each.has_news for each in own)
+        return not stream.has_news or not member.had_newcomers
+
+    def _give_up(self, stream: FleetStream) -> None:
+        self.failovers["gave_up"] += 1
+        self.forget(stream)
+
+    def _follow(self, stream: FleetStream) -> None:
+        for number in range(stream.first, stream.first + stream.count):
+            self._streams[number] = stream
+
+    def forget(self, stream: FleetStream) -> None:
+        for number in range(stream.first, stream.first + stream.count):
+            self._streams.pop(number, None)
+
+    # -- prompts that are refused --------------------------------------------------------------------------
+
+    def _refuse(self, tokens: Sequence[int]) -> None:
+        now_s = time.monotonic()
+        self._refused = {key: until_s for key, until_s in self._refused.items() if until_s > now_s}
+        self._refused[_identity(tokens)] = now_s + REFUSED_S
+        _logger.error("a request was with two engines that were lost: its prompt is refused for ten minutes")
+
+    def _check_refused(self, tokens: Sequence[int]) -> None:
+        if self._refused and self._refused.get(_identity(tokens), 0.0) > time.monotonic():
+            raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
+
+    # -- where a request is --------------------------------------------------------------------------------
+
+    def _engine_of(self, number: int) -> int:
+        stream = self._streams.get(number)
+        if stream is not None and stream.engine >= 0:
+            return stream.engine
+        way = self._ways.of(number)
+        return 0 if way is None else way.engine
+
+    def _where(self, number: int) -> tuple[AsyncEngine, int]:
+        """The engine that has a branch, and its number there."""
+        engine, stream = self.members[self._engine_of(number)].engine, self._streams.get(number)
+        if stream is not None:
+            return engine, number if stream.inner is None else stream.inner.first + number - stream.first
+        way = self._ways.of(number)
+        return engine, number if way is None else way.inner + number - way.first
+
+    # -- of all engines ------------------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> list[AsyncEngine]:
+        """Engines that answer. Raises EngineUnavailable when there is none."""
+        found = [member.engine for member in self.members if member.engine.state is EngineState.READY]
+        if not found:
+            raise EngineUnavailable("no engine answers at the moment; try again later")
+        return found
+
+    async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
+        answers = [await engine.steer(dial=dial, policy=policy) for engine in self._ready]
+        if dial is not None or policy is not None:
+            self._steered.append((dial, policy))
+        return answers[0]
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        found: dict[str, AdapterInfo] = {}
+        for member in self.members:
+            found = {**member.engine.adapters, **found}
+        return found
+
+    async def load_adapter(self, name: str, folder: str) -> AdapterInfo:
+        loaded = [await engine.load_adapter(name, folder) for engine in self._ready]
+        return loaded[0]
+
+    def unload_adapter(self, name: str) -> None:
+        having = [member.engine for member in self.members if name in member.engine.adapters]
+        for engine in having or [self.members[0].engine]:  # which raises
+            engine.unload_adapter(name)
+
+    def _adapter_name(self, number: int) -> str:
+        if number == NO_ADAPTER:
+            return ""
+        found = [name for name, info in self.adapters.items() if info.number == number]
+        if not found:
+            raise UnknownAdapter("there is no such adapter any more", param="model")
+        return found[0]
+
+    def _adapter_at(self, engine: AsyncEngine, name: str) -> int:
+        """An adapter's number at an engine. Raises UnknownAdapter."""
+        if not name:
+            return NO_ADAPTER
+        if name not in engine.adapters:
+            raise UnknownAdapter(f"there is no adapter {name!r:.128}", param="model")
+        return engine.adapters[name].number
+
+    async def rest(self, level: int, *, aborts: bool = False) -> Standing:
+        stood = [await engine.rest(level, aborts=aborts) for engine in self._ready]
+        return stood[0]
+
+    async def snapshot(self) -> bytes:
+        return await self._ready[0].snapshot()
+
+    def unpin(self, tenant: str, name: str) -> None:
+        for member in self.members:
+            member.engine.unpin(tenant, name)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        for member in self.members:
+            member.engine.set_weights(weights)
+
+    def resume_all(self) -> None:
+        for member in self.members:
+            member.engine.resume_all()
+
+    def stop(self) -> None:
+        """Nothing new is taken, and what is lost from now on is lost."""
+        self._is_stopping = True
+
+
+def _identity(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=16).digest()

@@ -1,0 +1,88 @@
+"""Which engines a request has been in, and why: for its explanation, for as long as it is remembered."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.events import Decision, DecisionKind, Rule
+from paceline.core.request import RequestId
+from paceline.routing.view import NOBODY, Choice
+
+MOST_KNOWN = 8192  # requests
+MOST_BRANCHES = 256  # that a request may have
+
+
+@dataclass(slots=True)
+class Way:
+    """Of one request."""
+
+    first: int  # its number
+    engine: int
+    inner: int  # the number it has there
+    notes: list[Decision] = field(default_factory=list)
+
+    def explained(self, number: int, told: Sequence[Decision]) -> list[Decision]:
+        """What the engine that has it now says of a branch, and how it came there, in order."""
+        notes, since_s = self.notes, self.notes[-1].time_s
+        if len(notes) > 1:  # it has waited since it came here
+            told = [
+                each._replace(seconds=max(0.0, each.time_s - since_s))
+                if each.kind is DecisionKind.ADMIT
+                else each
+                for each in told
+            ]
+        both = sorted([*notes, *told], key=lambda each: each.time_s)
+        return [each._replace(request=RequestId(number)) for each in both]
+
+
+class Ways:
+    """The newest requests, by number."""
+
+    def __init__(self) -> None:
+        self._ways: OrderedDict[int, Way] = OrderedDict()
+
+    def of(self, number: int) -> Way | None:
+        """Branches of a request have the numbers behind its first."""
+        for first in range(number, max(0, number - MOST_BRANCHES), -1):
+            if first in self._ways:
+                return self._ways[first]
+        return None
+
+    def chosen(self, first: int, inner: int, choice: Choice, now_s: float) -> None:
+        """A request goes to an engine, under this number."""
+        way = self._ways.setdefault(first, Way(first, choice.engine, inner))
+        way.engine, way.inner = choice.engine, inner
+        against = ""
+        if choice.against != NOBODY and choice.cost_s:
+            against = f"; engine {choice.against}: {choice.against_cost_s:.3f} s"
+        way.notes.append(
+            Decision(
+                DecisionKind.ROUTE,
+                RequestId(first),
+                Rule.CHOSEN,
+                choice.cached_tokens,
+                time_s=now_s,
+                seconds=choice.cost_s,
+                detail=f"engine {choice.engine}: {choice.rule}{against}",
+            )
+        )
+        if len(self._ways) > MOST_KNOWN:
+            self._ways.popitem(last=False)
+
+    def lost(self, first: int, num_known: int) -> None:
+        """Its engine was lost behind so many tokens."""
+        way = self._ways.get(first)
+        if way is not None:
+            way.notes.append(
+                Decision(
+                    DecisionKind.FAILOVER,
+                    RequestId(first),
+                    Rule.ENGINE_LOST,
+                    num_known,
+                    time_s=time.monotonic(),
+                    detail=f"engine {way.engine}",
+                )
+            )

@@ -1,0 +1,383 @@
+"""A fleet of engines without processes: where requests go, and how streams go on when engines are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config.server import FleetConfig, ProcessConfig
+from paceline.core.events import Decision, DecisionKind, Finished, LogprobEvent, Rule
+from paceline.core.plan import RowLogprobs
+from paceline.core.request import Change, ChangeOutcome, FinishReason, RequestId
+from paceline.core.sampling import SamplingParams
+from paceline.errors import InvalidRequest, QueueFull
+from paceline.process import frames
+from paceline.process.async_engine import AsyncEngine
+from paceline.process.client import BranchUpdate, EngineState, EngineStats, EngineUnavailable, Explanation
+from paceline.process.fleet import Fleet
+from paceline.process.questions import Numbers
+from tests.fake_engine import engine_info, finished
+
+PROMPT = [5, 6, 7]
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+
+
+class FakeEngine:
+    """What one engine of the fleet is sent, and what it says."""
+
+    def __init__(self, client: AsyncEngine) -> None:
+        self.client = client
+        self.sent: list[frames.ToEngine] = []
+        self.num_unsent_bytes = 0
+
+    def send(self, payload: bytes) -> None:
+        self.sent.append(frames.decode_to_engine(payload))
+
+    @property
+    def adds(self) -> list[frames.Add]:
+        return [each for each in self.sent if isinstance(each, frames.Add)]
+
+    @property
+    def outputs(self) -> list[list[int] | None]:
+        """Of the newest request."""
+        columns = self.adds[-1].outputs
+        return [None if each is None else np.frombuffer(each, frames.TOKEN).tolist() for each in columns]
+
+    def start(self, **info: Any) -> None:
+        self.client.attach(self)
+        self.client.ready(engine_info(**{"fingerprint": "same", **info}))
+
+    def die(self) -> None:
+        self.client.detach("the engine's process was ended by signal 9 (SIGKILL)")
+
+    def tell(self, *pairs: tuple[int, int], ends: Finished | None = None) -> None:
+        """Tokens of branches of the newest request, by their place."""
+        first = self.adds[-1].first
+        ids = np.array([first + place for place, _ in pairs], frames.ID).tobytes()
+        tokens = np.array([token for _, token in pairs], frames.TOKEN).tobytes()
+        endings = [] if ends is None else [ends._replace(request=RequestId(first + ends.request))]
+        self.client.on_update(frames.Update(1.0, ids, tokens, endings=endings))
+
+    def refuse(self) -> None:
+        rejected = frames.rejected_with(QueueFull("full"), self.adds[-1].first)
+        self.client.on_update(frames.Update(1.0, rejections=[rejected]))
+
+
+def fleet_of(count: int, **options: Any) -> tuple[Fleet, list[FakeEngine]]:
+    numbers = Numbers()
+    clients = [AsyncEngine(ProcessConfig(), 0, numbers) for _ in range(count)]
+    fleet = Fleet(clients, FleetConfig(**{"replicas": count, "router": "round-robin", **options}), numbers)
+    engines = [FakeEngine(client) for client in clients]
+    for engine in engines:
+        engine.start()
+    return fleet, engines
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def ends(place: int, num_output: int, reason: str = "length", **more: Any) -> Finished:
+    return finished(place, reason, num_output, num_prompt=len(PROMPT), **more)
+
+
+async def read(stream: Any) -> list[BranchUpdate]:
+    """To the end."""
+    found: list[BranchUpdate] = []
+    num_open = stream.count
+    while num_open:
+        for update in await stream.take():
+            found.append(update)
+            num_open -= update.ending is not None
+    return found
+
+
+def tokens_of(updates: list[BranchUpdate], branch: int = 0) -> list[int]:
+    return [token for update in updates if update.branch == branch for token in update.tokens]
+
+
+def test_a_stream_goes_on_in_another_engine_behind_what_its_reader_has() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a", timeout_s=60.0)
+        one.tell((0, 11), (0, 12))
+        first = await stream.take()
+        one.tell((0, 13))  # told, but not read when the engine dies
+        reader = asyncio.create_task(read(stream))
+        one.die()
+        await asyncio.sleep(0.01)
+        assert other.outputs == [[11, 12, 13]]
+        (add,) = other.adds
+        assert add.left_s is not None and 50 < add.left_s <= 60 and 0 < add.age_s < 5
+        other.tell((0, 14), ends=ends(0, 4))
+        rest = await reader
+        assert tokens_of(first + rest) == [11, 12, 13, 14]
+        ending = rest[-1].ending
+        assert ending is not None and ending.request == stream.first != other.adds[0].first
+        assert stream.failovers == 1 and fleet.failovers["resumed"] == 1 and fleet.num_open == 0
+        stream.close()
+
+    run(test())
+
+
+def test_branches_that_have_ended_stay_ended_and_stop_strings_stay_found() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SamplingParams(max_tokens=8, n=3, seed=1), tenant="a")
+        one.tell((0, 1), (1, 2), (2, 3), ends=ends(1, 1, "stop"))
+        await stream.take()
+        stream.finish_at(2, 1)
+        one.die()
+        (made,) = await stream.take()
+        assert (made.branch, made.tokens) == (2, []) and made.ending is not None
+        assert (made.ending.reason, made.ending.num_output) == (FinishReason.STOP, 1)
+        rest = asyncio.create_task(stream.take())
+        await asyncio.sleep(0.01)
+        assert other.outputs == [[1], None, None]
+        other.tell((0, 4), ends=ends(0, 2))
+        assert tokens_of(await rest) == [4] and fleet.num_open == 0
+
+    run(test())
+
+
+def test_what_goes_past_its_reader_is_kept_too() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream, seen = fleet.submit(PROMPT, SAMPLING, tenant="a"), []
+
+        def accept(updates: list[BranchUpdate]) -> bool:
+            seen.extend(tokens_of(updates))
+            return not any(each.ending for each in updates)
+
+        stream.divert(accept)
+        reader = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        one.tell((0, 11))
+        one.tell((0, 12))
+        one.die()
+        await asyncio.sleep(0.01)
+        assert other.outputs == [[11, 12]]
+        other.tell((0, 13))
+        other.tell((0, 14), ends=ends(0, 4))
+        assert await reader == [] and seen == [11, 12, 13, 14]
+
+    run(test())
+
+
+def test_only_engines_with_the_same_fingerprint_go_on_and_any_may_begin() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2, engine_wait_s=0.05)
+        other.start(fingerprint="another version")
+        begun = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        other_ones = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        new = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        assert [len(one.adds), len(other.adds)] == [2, 1]
+        one.client.on_update(
+            frames.Update(
+                1.0, np.array([begun.first], frames.ID).tobytes(), np.array([9], frames.TOKEN).tobytes()
+            )
+        )
+        await begun.take()
+        one.die()
+        with pytest.raises(EngineUnavailable, match="no engine takes"):
+            await begun.take()
+        rest = asyncio.create_task(new.take())
+        await asyncio.sleep(0.01)
+        assert [each.outputs for each in other.adds] == [(), ()]
+        other.tell((0, 1), ends=ends(0, 1))
+        assert tokens_of(await rest) == [1]
+        other_ones.close()
+
+    run(test())
+
+
+def test_a_request_waits_for_an_engine_and_then_is_told_that_there_is_none() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2, engine_wait_s=0.1)
+        one.die()
+        other.die()
+        assert fleet.state is EngineState.LOST and fleet.waits_for_engine
+        waits, gives_up = (fleet.submit(PROMPT, SAMPLING, tenant="a") for _ in range(2))
+        with pytest.raises(EngineUnavailable) as raised:
+            await gives_up.take()
+        assert raised.value.code == "engine_unavailable"
+        reader = asyncio.create_task(waits.take())
+        await asyncio.sleep(0.02)
+        one.start()
+        await asyncio.sleep(0.05)
+        one.tell((0, 1), ends=ends(0, 1))
+        assert tokens_of(await reader) == [1] and fleet.num_open == 0
+
+    run(test())
+
+
+def test_a_request_that_was_in_two_engines_when_they_died_ends_and_its_prompt_is_refused() -> None:
+    async def test() -> None:
+        fleet, engines = fleet_of(3, max_failovers=5)
+        poison = fleet.submit([66, 6], SAMPLING, tenant="a")
+        others = [fleet.submit(PROMPT, SAMPLING, tenant="a") for _ in range(2)]
+        for _ in range(2):  # those that have told something are not suspected as long as one has not
+            dying = next(each for each in engines if each.adds and each.adds[-1].first == poison.inner.first)  # type: ignore[attr-defined]
+            reader = asyncio.create_task(poison.take())
+            dying.die()
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailable) as raised:
+            await reader
+        assert raised.value.code == "engine_lost_twice"
+        with pytest.raises(EngineUnavailable) as refused:
+            fleet.submit([66, 6], SAMPLING, tenant="b")
+        assert refused.value.code == "engine_lost_twice"
+        assert [each.client.state for each in engines].count(EngineState.READY) == 1
+        readers = [asyncio.create_task(each.take()) for each in others]
+        await asyncio.sleep(0.01)
+        left = next(each for each in engines if each.client.state is EngineState.READY)
+        for add in left.adds:
+            left.client.on_update(
+                frames.Update(1.0, endings=[ends(0, 1)._replace(request=RequestId(add.first))])
+            )
+        for reader in readers:
+            assert (await reader)[0].ending is not None
+
+    run(test())
+
+
+def test_no_more_failovers_than_allowed() -> None:
+    async def test() -> None:
+        fleet, engines = fleet_of(2, max_failovers=1)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        newcomers = []
+        for engine in engines:
+            engine.tell((0, 1))
+            await stream.take()
+            newcomers.append(fleet.submit([1], SAMPLING, tenant="a"))
+            while newcomers[-1].engine != stream.engine:  # type: ignore[attr-defined]
+                newcomers.append(fleet.submit([1], SAMPLING, tenant="a"))
+            reader = asyncio.create_task(stream.take())
+            await asyncio.sleep(0)
+            engine.die()
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+            await reader
+
+    run(test())
+
+
+def test_a_full_queue_is_passed_over_and_benches_no_engine() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        reader = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        one.refuse()
+        await asyncio.sleep(0.01)
+        assert len(other.adds) == 1
+        other.refuse()
+        with pytest.raises(QueueFull):
+            await reader
+        assert fleet.state is EngineState.READY
+        fleet.submit(PROMPT, SAMPLING, tenant="a")
+        assert len(one.adds) + len(other.adds) == 3 and stream.failovers == 0
+
+    run(test())
+
+
+def test_what_is_wrong_with_a_request_is_said_once() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        rejected = frames.rejected_with(InvalidRequest("no"), stream.first)
+        one.client.on_update(frames.Update(1.0, rejections=[rejected]))
+        with pytest.raises(InvalidRequest):
+            await stream.take()
+        assert not other.adds
+
+    run(test())
+
+
+def test_a_fleet_that_stops_moves_nothing() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        fleet.stop()
+        one.die()
+        with pytest.raises(EngineUnavailable):
+            await stream.take()
+        assert not other.adds
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            fleet.submit(PROMPT, SAMPLING, tenant="a")
+
+    run(test())
+
+
+def test_questions_about_a_request_follow_it() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        one.tell((0, 1))
+        await stream.take()
+        one.die()
+        reader = asyncio.create_task(stream.take())
+        await asyncio.sleep(0.01)
+        inner = other.adds[0].first
+        asked = asyncio.create_task(fleet.change([stream.first], Change(priority=1)))
+        await asyncio.sleep(0)
+        question = other.sent[-1]
+        assert isinstance(question, frames.ChangeBranches) and question.branches == (inner,)
+        other.client.on_answer(frames.Changed(question.question, [ChangeOutcome.CHANGED]))
+        assert await asked == [ChangeOutcome.CHANGED]
+        explained = asyncio.create_task(fleet.explain(stream.first))
+        await asyncio.sleep(0)
+        question = other.sent[-1]
+        assert isinstance(question, frames.Explain) and question.branch == inner
+        admitted = Decision(DecisionKind.ADMIT, RequestId(inner), Rule.FITS, time_s=1e12)
+        other.client.on_answer(frames.Explained(question.question, Explanation([admitted], True)))
+        decisions = (await explained).decisions
+        kinds = [each.kind.value for each in decisions]
+        assert kinds == ["route", "failover", "route", "admit"]
+        assert {each.request for each in decisions} == {stream.first}
+        assert decisions[1].value == 1 and decisions[0].detail == "engine 0: round-robin"
+        reader.cancel()
+
+    run(test())
+
+
+def test_figures_are_sums_and_limits_are_those_of_the_smallest() -> None:
+    fleet, (one, other) = fleet_of(2)
+    other.start(max_model_len=32)
+    one.client.on_update(frames.Update(1.0, stats=EngineStats(running=2, blocks_used=3, next_place_s=4.0)))
+    other.client.on_update(frames.Update(1.0, stats=EngineStats(running=1, blocks_used=1)))
+    stats, info = fleet.stats, fleet.info
+    assert (stats.running, stats.blocks_used, stats.next_place_s) == (3, 4, 4.0)
+    assert (info.max_model_len, info.max_num_seqs, info.usable_blocks) == (32, 8, 14)
+
+
+def test_logprobs_of_what_is_known_are_not_asked_for_again() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SamplingParams(max_tokens=8, seed=3, logprobs=0), tenant="a")
+        said = RowLogprobs(row=0, position=3, token=11, logprob=-1.0, rank=1, top_tokens=(), top_logprobs=())
+        event = LogprobEvent(request=RequestId(stream.first), logprobs=said)
+        one.client.on_update(frames.Update(1.0, logprobs=[event]))
+        one.tell((0, 11))
+        (update,) = await stream.take()
+        assert update.logprobs == [said]
+        next_said = replace(said, position=4, token=12)
+        one.client.on_update(frames.Update(1.0, logprobs=[replace(event, logprobs=next_said)]))
+        (update,) = await stream.take()
+        assert update.logprobs == [next_said] and not update.tokens, "the token is lost with the engine"
+        reader = asyncio.create_task(stream.take())
+        one.die()
+        await asyncio.sleep(0.01)
+        assert other.outputs == [[11]]
+        again = replace(event, request=RequestId(other.adds[0].first), logprobs=next_said)
+        other.client.on_update(frames.Update(1.0, logprobs=[again]))
+        other.tell((0, 12))
+        told = [*await reader, *(await stream.take() if not reader.result()[0].tokens else [])]
+        assert tokens_of(told) == [12] and not any(each.logprobs for each in told)
+
+    run(test())
