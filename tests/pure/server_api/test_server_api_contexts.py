@@ -10,29 +10,41 @@ import pytest
 from paceline.core.sampling import SamplingParams
 from paceline.errors import EngineFailed
 from paceline.process.client import BranchUpdate
+from paceline.server.api import context_routes
 from paceline.server.call import Answer
-from paceline.server.errors import ContextsFull
+from paceline.server.errors import ContextsFull, ContextTooLong
 from paceline.server.generate import contexts as module
 from tests.pure.server_api.api_helpers import DEFAULT_CALLER, Api
 
 PATH = "/v1/contexts"
 TEXT = "the lamp is lit " * 8  # of some blocks
-LONG_TEXT = TEXT * 3  # read beside the event loop
 
 
 def test_contexts_that_are_made_at_once_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_OF_KEY", 1)
+    monkeypatch.setattr(context_routes, "INLINE_CHARS", 0)  # texts are read beside the event loop
     made = Api()
 
     async def run() -> list[object]:
-        asked = [made.open(PATH, {"text": LONG_TEXT, "pin": False}) for _ in range(3)]
+        asked = [made.open(PATH, {"text": TEXT, "pin": False}) for _ in range(3)]
         return list(await asyncio.gather(*asked, return_exceptions=True))
 
     found = asyncio.run(run())
     assert [type(each) for each in found] == [Answer, ContextsFull, ContextsFull]
     assert len(made.service.contexts) == 1
     made.service.contexts.delete(made.service.contexts.of(DEFAULT_CALLER)[0])
-    made.ask(PATH, {"text": LONG_TEXT, "pin": False})  # what was refused holds no place
+    made.ask(PATH, {"text": TEXT, "pin": False})  # what was refused holds no place
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "the lamp is lit " * 100])
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_text_that_fits_no_conversation_is_no_context(text: str, pin: bool) -> None:
+    """Known by its characters, or by its tokens."""
+    made = Api()
+    with pytest.raises(ContextTooLong) as found:
+        made.ask(PATH, {"text": text, "pin": pin})
+    assert found.value.param == "text"
+    assert not made.client.submitted and not len(made.service.contexts) and made.is_at_rest
 
 
 class _Pinning(Api):

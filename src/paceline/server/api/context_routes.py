@@ -21,10 +21,10 @@ from paceline.server.api.openai_requests import ParsedBody, check_caller, checke
 from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call
-from paceline.server.errors import UnknownContext
+from paceline.server.errors import ContextTooLong, UnknownContext
 from paceline.server.generate.contexts import Context, new_id
 from paceline.server.generate.generation import Usage
-from paceline.server.generate.prompt_size import check_blend, check_prompt
+from paceline.server.generate.prompt_size import check_blend, check_length, check_prompt
 from paceline.server.generate.service import INLINE_CHARS, Service
 
 PATH, ONE = "/v1/contexts", "/v1/contexts/{id}"
@@ -105,7 +105,11 @@ async def _make(
     """A context, computed and pinned where that is wanted, that is not kept yet."""
     words, role, ttl_s = given["text"], given.get("role", "user"), given.get("ttl_s", DEFAULT_TTL_S)
     turns = [_conversation(model, role, words + behind) for behind in BEHIND]
-    size = check_prompt(turns[0], service.facts.max_model_len, service.settings.limits)
+    try:
+        size = check_prompt(turns[0], service.facts.max_model_len, service.settings.limits)
+    except ContextTooLong as error:  # it names the messages that are made of the text here
+        error.param = "text"
+        raise
     is_placed, is_pinned = given.get("context_reuse") == "blend", given.get("pin", True)
     blended = replace(turns[0], blends=is_placed)
     check_blend(blended, service.client.info.blending, service.model.names, sees=False)
@@ -118,6 +122,7 @@ async def _make(
         return len(alone), _in_common([service.prompt_ids(turn) for turn in wanted])
 
     num_tokens, ids = await service.work(read, inline=size * len(BEHIND) <= INLINE_CHARS)
+    check_length(num_tokens, service.facts.max_model_len, "text")
     made = Context(
         id=new_id(),
         tenant=call.caller.tenant,
