@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client_server import KEY, ClientServer, client_server
+from tests.e2e.model_cli import run
 from tests.waiting import wait_until
 
 PRICES = {"prompt": 1, "cached_prompt": 1, "output": 10}  # the same whatever is cached
@@ -50,7 +51,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, ledger: Path) -> Iterator[C
     folder = tmp_path_factory.mktemp("server")
     keys = folder / "priced-keys"
     keys.write_text(
-        json.dumps({"name": "payer", "sha256": sha256(KEY.encode()).hexdigest(), "prices": PRICES})
+        json.dumps(
+            {"name": "payer", "sha256": sha256(KEY.encode()).hexdigest(), "prices": PRICES, "admin": True}
+        )
     )
     keys.chmod(0o600)
     flags = ("--ledger", str(ledger), "--api-keys-file", str(keys), *FLAGS)
@@ -187,6 +190,30 @@ def test_cores_are_dealt_out(server: ClientServer) -> None:
     shares = [os.sched_getaffinity(pid) for pid in engines(server)]
     if len(os.sched_getaffinity(0)) > 1:
         assert len(shares) == 2 and not shares[0] & shares[1]
+
+
+def test_an_engine_is_drained_without_an_error_to_any_client(server: ClientServer, tmp_path: Path) -> None:
+    wait_for_engines(server)
+    answers = [Answer() for _ in range(4)]
+    with ThreadPoolExecutor(len(answers)) as pool:
+        running = [pool.submit(stream, server, {"seed": 1, "max_tokens": 2000}, answer) for answer in answers]
+        wait_until(lambda: all(len(each.texts.get(0, "")) > 10 for each in answers), 60)
+        drained = run("fleet", "drain", "0", "--timeout-s", "0", "--url", server.url, PACELINE_ADMIN_KEY=KEY)
+        assert drained.returncode == 0 and "2 requests go on in other engines" in drained.stdout
+        for future in running:
+            future.result(120)
+    assert len({each.texts[0] for each in answers}) == 1 and all(each.is_whole for each in answers)
+    listed = server.ask("GET", "/v1/admin/fleet").json["engines"]
+    assert [(each["state"], each["requests"]) for each in listed] == [("drained", 0), ("ready", 0)]
+    assert sorted(each["pid"] for each in listed) == engines(server)
+    last = server.ask("POST", "/v1/admin/fleet/1/drain?timeout_s=0")
+    assert last.status == 409, "none would be left"
+    for path in ("7/drain", "x/drain", "1/drain?timeout_s=soon"):
+        assert server.ask("POST", f"/v1/admin/fleet/{path}").status == 400
+    assert run("fleet", "resume", "0", "--url", server.url, PACELINE_ADMIN_KEY=KEY).returncode == 0
+    shown = run("fleet", "ls", "--url", server.url, PACELINE_ADMIN_KEY=KEY)
+    assert shown.stdout.count("ready") == 2
+    assert run("fleet", "drain", "--url", server.url).returncode == 2
 
 
 def test_no_engine_comes_back(tmp_path: Path) -> None:

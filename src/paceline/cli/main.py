@@ -19,6 +19,7 @@ from paceline.cli.contexts import CONTEXTS
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
 from paceline.cli.embed import EMBED
+from paceline.cli.fleet import FLEET
 from paceline.cli.keys import KEYS
 from paceline.cli.models import MODELS, TRAIN_HEAD, WARM
 from paceline.cli.run import RUN
@@ -43,7 +44,7 @@ PACELINE = CommandGroup(
         "Models": (*MODELS, TRAIN_HEAD),
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),
-        "Operate": (TOP, DIAL, POLICY, KEYS, USAGE, EXPLAIN, TRACE, AUDIT),
+        "Operate": (TOP, FLEET, DIAL, POLICY, KEYS, USAGE, EXPLAIN, TRACE, AUDIT),
         "Set up": (DOCTOR, WARM, COMPLETION),
     },
 )

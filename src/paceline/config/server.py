@@ -296,7 +296,6 @@ class FleetConfig(CheckedOptions):
         "engines of the model, each in its own process; cores and GPUs are dealt out",
         low=1,
         high=64,
-        basic=True,
     )
     router: str = option(
         "soonest",

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.service_class import DEFAULT_LEVEL, ServiceLevel
 from paceline.core.standing import Standing
 from paceline.core.stretch import PLAIN, ModulePart, PromptParts
-from paceline.errors import PacelineError, QueueFull, UnknownAdapter
+from paceline.errors import InvalidRequest, InvalidTransition, PacelineError, QueueFull, UnknownAdapter
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import (
     EngineInfo,
@@ -50,6 +50,7 @@ _logger = logging.getLogger("paceline")
 REFUSED_S = 600.0  # how long a prompt is refused that was with two engines that were lost
 USUAL_PER_S = 1000.0  # prompt tokens, as long as no engine knows better
 LOOK_S = 0.02  # from one look for an engine to the next
+DRAINED = "engine_drained"  # the code of an error that only streams see
 LOST_TWICE = "the request was with two engines that were lost, and is not tried again"
 _SEEN = {
     EngineState.STARTING: Seen.STARTING,
@@ -66,6 +67,8 @@ class Member:
 
     number: int
     engine: AsyncEngine
+    pid: Callable[[], int | None] = lambda: None  # of its process, while there is one
+    num_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
     is_gone: bool = False  # it is not started again
     stats: EngineStats | None = None  # that the view has
@@ -391,7 +394,7 @@ class Fleet:
             raise error
         began = stream.has_begun or any(stream.endings)
         self._ways.lost(stream.first, sum(map(len, stream.outputs)))
-        if self._is_suspect(stream):
+        if error.code != DRAINED and self._is_suspect(stream):
             stream.strikes += 1
         stream.inner = None
         stream.refused_by.clear()
@@ -399,7 +402,7 @@ class Fleet:
             self._refuse(stream.asked.tokens)
             self._give_up(stream)
             raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
-        if stream.failovers >= self._config.max_failovers:
+        if stream.failovers >= self._config.max_failovers and error.code != DRAINED:
             self._give_up(stream)
             raise error
         stream.failovers += 1
@@ -447,6 +450,36 @@ class Fleet:
     def _check_refused(self, tokens: Sequence[int]) -> None:
         if self._refused and self._refused.get(_identity(tokens), 0.0) > time.monotonic():
             raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
+
+    # -- operators ----------------------------------------------------------------------------------------
+
+    def member(self, number: int) -> Member:
+        """Raises InvalidRequest where there is none."""
+        if not 0 <= number < len(self.members):
+            raise InvalidRequest(
+                f"there is no engine {number}, only 0 to {len(self.members) - 1}", param="number"
+            )
+        return self.members[number]
+
+    async def drain(self, number: int, timeout_s: float) -> int:
+        """Give an engine nothing new, and let what it has end; what has not by then goes on in others. Returns how many
+        requests that were. Raises InvalidTransition where no other engine would be left."""
+        member = self.member(number)
+        others = [each for each in self.members if each is not member and not each.is_draining]
+        if not any(each.engine.state is EngineState.READY for each in others):
+            raise InvalidTransition("no other engine takes requests: one that is drained would leave none")
+        member.is_draining = True
+        until_s = time.monotonic() + timeout_s
+        while member.engine.num_open and member.is_draining and time.monotonic() < until_s:
+            await asyncio.sleep(LOOK_S)
+        left = member.engine.num_open if member.is_draining else 0
+        if left:
+            member.engine.fail_all(EngineUnavailable("the engine was drained", code=DRAINED))
+        return left
+
+    def resume(self, number: int) -> None:
+        """An engine that was drained takes requests again."""
+        self.member(number).is_draining = False
 
     # -- where a request is --------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class FleetProcess:
         self.on_lost: Callable[[str], None] | None = None
         for number, engine in enumerate(self.engines):
             engine.on_lost = partial(self._engine_lost, number)
+            member = self.client.members[number]
+            member.pid, member.num_restarts = partial(_pid_of, engine), partial(_restarts_of, engine)
 
     @property
     def on_loading(self) -> Callable[[frames.StillLoading | None], None] | None:
@@ -51,14 +53,6 @@ class FleetProcess:
     @on_loading.setter
     def on_loading(self, show: Callable[[frames.StillLoading | None], None] | None) -> None:
         self.engines[0].on_loading = show  # they do the same at the same time
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(engine.num_restarts for engine in self.engines)
-
-    @property
-    def pids(self) -> list[int | None]:
-        return [engine.pid for engine in self.engines]
 
     async def start(self) -> None:
         for engine in self.engines:
@@ -78,3 +72,11 @@ class FleetProcess:
         _logger.error("engine %d is lost for good: %s", number, reason)
         if all(member.is_gone for member in self.client.members) and self.on_lost is not None:
             self.on_lost(reason)
+
+
+def _pid_of(engine: EngineProcess) -> int | None:
+    return engine.pid
+
+
+def _restarts_of(engine: EngineProcess) -> int:
+    return engine.num_restarts

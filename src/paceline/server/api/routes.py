@@ -8,6 +8,7 @@ from paceline.server.api.admin_routes import admin_routes, traffic_routes, usage
 from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
 from paceline.server.api.context_routes import context_routes
+from paceline.server.api.fleet_routes import fleet_routes
 from paceline.server.api.model_routes import (
     adapter_routes,
     model_routes,
@@ -68,6 +69,7 @@ def routes(
         *model_routes(services),
         *adapter_routes(services),
         *context_routes(services),
+        *fleet_routes(service),
         *routes_by_model(services, _routes_of_model),
         *(disabled_routes() if batches is None else batches),
         *missing_routes(),
