@@ -84,9 +84,10 @@ class Pictures:
             found = self._computed(part, items, total)
             if part.first + part.count < total:
                 return EMPTY
+            found = found or [self._alone(item) for item in items]
         self._line = None
         bad = []
-        for join, vectors in zip(self._group, found or [np.full((), np.nan)] * len(items), strict=True):
+        for join, vectors in zip(self._group, found, strict=True):
             self._store(self._slots(join.media, np.arange(join.outputs)), vectors)
             if not np.isfinite(vectors).all():
                 bad.append(join.media)
@@ -98,8 +99,8 @@ class Pictures:
     def _computed(self, part: Encodes, items: list[MediaInput], total: int) -> list[Floats]:
         """Vectors once the line is complete; none where it failed.
 
-        A line that fails, for want of memory or otherwise, is begun again once. If that fails too it fails the requests
-        that need its items, not the step: others have a part in it.
+        A line that fails, for want of memory or otherwise, is begun again once. If that fails too its items are
+        computed one by one in the step that completes it.
         """
         if part.first and self._line is None:  # it has failed
             return []
@@ -114,6 +115,17 @@ class Pictures:
                 self._line = None
                 _logger.exception("pictures could not be encoded")
         return []
+
+    def _alone(self, item: MediaInput) -> Floats:
+        """The vectors of an item whose group has failed. If it fails alone as well, that fails the requests that need
+        it, and neither the step nor the others of its group."""
+        try:
+            line = self._encoder.begin([item])
+            self._encoder.advance(line, 0, 2 * self._layers * item.units)
+            return self._encoder.vectors(line, [item])[0]
+        except Exception:
+            _logger.exception("a picture could not be encoded")
+            return np.full((), np.nan, np.float32)
 
     def _begin(self, joins: tuple[EncodeJoin, ...]) -> None:
         items = [self._held[join.media] for join in joins]
