@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from paceline.audit.ring import DecisionRing
@@ -50,16 +48,9 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
-from paceline.runner.cpu_backend import (
-    CPUBackend,
-    about_native,
-    check_encoder,
-    encoder_backend,
-    native_eyes,
-    native_notices,
-    torch_eyes,
-)
-from paceline.runner.machine_load import MANY_TOKENS, FreeCores, MachineLoad, cores_allowed
+from paceline.runner.cpu_backend import check_encoder, cpu_backend
+from paceline.runner.machine_load import FreeCores, MachineLoad, cores_allowed
+from paceline.runner.parallel.limits import check_ranks
 from paceline.scheduler.encodings import Encodings
 from paceline.scheduler.invariants import InvariantViolation, SampledChecker
 from paceline.scheduler.modes import make_mode
@@ -72,9 +63,9 @@ from paceline.text.vocabulary import guide_maker
 if TYPE_CHECKING:
     import torch
 
-    from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.files.pooling_config import EmbeddingDefaults
+    from paceline.runner.parallel.lead import Followers
     from paceline.runner.stores.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
@@ -208,6 +199,7 @@ class LoadedModel:
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     place: ModelPlace = NOWHERE
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
+    followers: Followers | None = None  # other ranks
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -258,12 +250,13 @@ def load_model(
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
     is_encoder, pulse = check_encoder(checkpoint.spec, model, given, drafts), Pulse()
     on_gpu = not is_encoder and choose_device(model, checkpoint.spec) == "cuda"
-    free = FreeCores(load, most=cores_allowed())
+    check_ranks(model, checkpoint, drafts, on_gpu=on_gpu)
+    free = FreeCores(load, most=max(1, cores_allowed() // model.tensor_parallel_size))
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, sleeper, adapter_memory, disk, place = built
+    config, runner, hardware, notices, cpu_work, sleeper, adapter_memory, disk, place, followers = built
     engine = build_engine(
         config,
         runner,
@@ -274,10 +267,7 @@ def load_model(
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
     engine.ends = tuple(ends)
-    if disk is not None:
-        notices += disk.attach(engine.scheduler)
-        engine.on_close = disk.close
-        engine.before_plan = disk.tell if disk.is_shared else None
+    notices += _attach(engine, disk, followers)
     return LoadedModel(
         engine=engine,
         config=config,
@@ -292,7 +282,19 @@ def load_model(
         sleeper=sleeper,
         place=place,
         embedding=checkpoint.pooled(model.pooling),
+        followers=followers,
     )
+
+
+def _attach(engine: Engine, disk: StoreLevel | None, followers: Followers | None) -> tuple[str, ...]:
+    """What an engine has beside its runner, which ends with it; returns notices."""
+    if followers is not None:
+        engine.on_close = followers.close
+    if disk is None:
+        return ()
+    engine.on_close = disk.close
+    engine.before_plan = disk.tell if disk.is_shared else None
+    return disk.attach(engine.scheduler)
 
 
 class Built(NamedTuple):
@@ -307,6 +309,7 @@ class Built(NamedTuple):
     adapters: AdapterMemory | None = None
     disk: StoreLevel | None = None
     place: ModelPlace = NOWHERE
+    followers: Followers | None = None
 
 
 def _on_cpu(
@@ -318,13 +321,16 @@ def _on_cpu(
     shared: tuple[Pulse, FreeCores],
     on_progress: LoadProgress,
 ) -> Built:
-    from paceline.runner.cpu import CPURunner, CPUSleeper
+    from paceline.runner.cpu import CPUSleeper
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.stores.store_level import StoreLevel
 
-    load = partial(_cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
+    load = partial(cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
     backend = load()
-    sizes = choose_sizes(model, checkpoint.spec, given, backend.measure, backend.further)
+    sized, spec = (model, checkpoint.spec)
+    if backend.followers is not None:
+        sized, spec = backend.followers.sizes(model, spec)
+    sizes = choose_sizes(sized, spec, given, backend.measure, backend.further)
     config = engine_config(checkpoint.spec.group_windows, sizes)
     config = backend.complete(config, model, checkpoint.spec)
     if drafts is not None:
@@ -336,13 +342,13 @@ def _on_cpu(
     if config.scheduler.step_target_ms or config.scheduler.has_dial:
 
         def small_engine(small: EngineConfig) -> Engine:
-            return build_engine(small, CPURunner(small, backend.make_step(small), ends))
+            return build_engine(small, backend.runner(small, ends))
 
         decoding = partial(decode_seconds, config.kv, small_engine)
         costs = line_costs(*backend.measure(), config.scheduler.max_num_batched_tokens, decoding)
         config = replace(config, scheduler=replace(config.scheduler, step_costs=costs))
     kv_dtype = model.cpu_kv_dtype
-    per_block = block_bytes(checkpoint.spec, config.kv.block_size, backend.further, kv_dtype)
+    per_block = block_bytes(spec, config.kv.block_size, backend.further, kv_dtype)
     about = {name: value for name, value in backend.about.items() if name != "threads"}
     known = (kv_dtype, about, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
@@ -356,12 +362,7 @@ def _on_cpu(
         quantization=model.quantization,
     )
 
-    def make(weights: CPUBackend) -> CPURunner:
-        step = weights.make_step(config)
-        drafter = None if weights.make_drafter is None else weights.make_drafter(config, step)
-        return CPURunner(config, step, ends, shared[0], drafter)
-
-    sleeper = CPUSleeper(load, make, backend, disk)
+    sleeper = CPUSleeper(load, lambda weights: weights.runner(config, ends, shared[0]), backend, disk)
     runner = sleeper.open()
     if weighs_preemption(config):
         block_s = block_seconds(config, sleeper.copy_out_and_back)
@@ -371,127 +372,8 @@ def _on_cpu(
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = with_costs(config, prices if disk is None else disk.with_rates(prices))
     adapters = sleeper if model.has_adapters else None
-    return Built(config, runner, hardware, backend.notices, sleeper.work, sleeper, adapters, disk)
-
-
-def _cpu_backend(
-    model: ModelConfig,
-    given: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    drafts: DraftConfig | None,
-    shared: tuple[Pulse, FreeCores],
-    on_progress: LoadProgress,
-) -> CPUBackend:
-    """Read the weights for whatever computes this model."""
-    from paceline.runner.guessers import open_guesser, why_torch
-
-    if checkpoint.spec.encoder is not None:
-        return encoder_backend(model, checkpoint, shared, on_progress)
-    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
-    if guesser is not None:
-        return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
-    found = _native_backend(model, checkpoint, shared, given, on_progress)
-    if isinstance(found, CPUBackend):
-        return found
-    return _torch_backend(model, checkpoint, shared, on_progress, found)
-
-
-def _native_backend(
-    model: ModelConfig,
-    checkpoint: Checkpoint,
-    life: tuple[Pulse, FreeCores],
-    given: Mapping[str, Any],
-    on_progress: LoadProgress,
-) -> CPUBackend | str:
-    """The native kernels, or why they are not used. Raises ConfigError where they are asked for by name."""
-    made = model.quantization in MADE_ON_LOADING
-    if model.cpu_backend == "torch":
-        if made:
-            raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
-        return ""
-    from paceline.runner.native.code import KernelsUnavailable, host_code
-    from paceline.runner.native.model import build_model, expected_seconds, objection
-    from paceline.runner.native.step import NativeStep, token_seconds
-
-    block_size = int(given.get("block_size", 16))
-    reason = objection(checkpoint, block_size, model.quantization, model.cpu_kv_dtype)
-    if not reason:
-        try:
-            code = host_code(lambda stage: on_progress(stage, 0, 0))
-        except KernelsUnavailable as error:
-            reason = str(error)
-    if reason:
-        if model.cpu_backend == "native":
-            raise ConfigError(f"--cpu-backend native: {reason}; --cpu-backend torch computes it with torch")
-        if made:
-            raise ConfigError(f"--quantization {model.quantization} needs the native CPU kernels: {reason}")
-        return f"steps are computed by torch, not by the native CPU kernels: {reason}"
-    loaded = build_model(
-        checkpoint, checkpoint.spec.max_positions, partial(on_progress, "loading weights"), model.quantization
-    )
-    pulse, free = life
-    threads = min(model.cpu_threads or free.most, free.most)
-    eyes = native_eyes(model, checkpoint, code, threads, life, on_progress)
-
-    def make_step(config: EngineConfig) -> NativeStep:
-        step = NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
-        step.see(eyes.make(config))
-        return step
-
-    return CPUBackend(
-        make_step=make_step,
-        measure=lambda: expected_seconds(loaded, threads),
-        measure_pictures=eyes.measure,
-        measure_token=lambda config: token_seconds(make_step(config), config),
-        notices=(*eyes.notices, *native_notices(model, checkpoint, threads)),
-        about=about_native(code, threads),
-    )
-
-
-def _torch_backend(
-    model: ModelConfig,
-    checkpoint: Checkpoint,
-    life: tuple[Pulse, FreeCores],
-    on_progress: LoadProgress,
-    notice: str,
-    guesser: HeadFiles | Checkpoint | None = None,
-) -> CPUBackend:
-    """Plain torch; `notice`: why not the native kernels. `guesser` makes drafts."""
-    if find_spec("torch") is None:
-        what = notice or "--cpu-backend torch needs torch"
-        raise ConfigError(f"{what}; torch is not installed: pip install 'paceline[torch]'")
-    on_progress("starting torch", 0, 0)
-    from paceline.models.load import build_decoder
-    from paceline.runner.guessers import build_guesser, model_drafter
-    from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
-    from paceline.runner.workers import Workers
-
-    pulse, free = life
-    storage, notices = choose_storage(model, checkpoint)
-    decoder = build_decoder(
-        checkpoint, checkpoint.spec.max_positions, storage, partial(on_progress, "loading weights")
-    )
-    net = None if guesser is None else build_guesser(model, guesser, decoder)
-    on_progress("measuring steps", 0, 0)
-    workers = Workers(free)
-    eyes = torch_eyes(checkpoint, free, workers)
-
-    def measure() -> tuple[float, float]:
-        with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
-            return measure_step(decoder, is_busy=free.load.is_busy)
-
-    def make_step(config: EngineConfig) -> TorchStep:
-        return TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype, eyes.make(config))
-
-    return CPUBackend(
-        make_step=make_step,
-        measure=measure,
-        measure_pictures=eyes.measure,
-        notices=(*notices, *([notice] if notice else [])),
-        about={"name": "torch", "version": version("torch"), "threads": free.most},
-        further=() if net is None else net.layers,
-        make_drafter=None if net is None else partial(model_drafter, net),
-    )
+    parts = (config, runner, hardware, backend.notices, sleeper.work, sleeper, adapters, disk)
+    return Built(*parts, followers=backend.followers)
 
 
 def _on_gpu(

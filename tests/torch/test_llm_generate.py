@@ -266,8 +266,8 @@ def test_as_many_parameters_as_prompts(llm: LLM) -> None:
 def test_options_are_checked_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no option max_num_seq; did you mean max_num_seqs"):
         LLM(str(folder), max_num_seq=4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
-        LLM(str(folder), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported"):
+        LLM(str(folder), data_parallel_size=2)
     with pytest.raises(ConfigError, match="enable_prompt_adapter"):
         LLM(str(folder), enable_prompt_adapter=True)
     with pytest.raises(ConfigError, match="quantization"):

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.config.encoder import ENCODE_PARTS, EncoderWork, MediaOptions
+from paceline.config.encoder import ENCODE_PARTS, EncoderWork
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
+from paceline.config.ranks import RankOptions
 from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 
@@ -399,7 +400,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(MediaOptions):
+class ModelConfig(RankOptions):
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
     PANEL: ClassVar = "Model"

@@ -19,7 +19,7 @@ ENGINE_CONFIGS = (KVConfig, SchedulerConfig, EngineConfig)
 ALIASES = {"num_gpu_blocks_override": "num_blocks"}
 # Known from vLLM, accepted where they ask for what we do anyway.
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
     **dict.fromkeys(("disable_log_stats", "disable_custom_all_reduce"), (True, False)),
     **dict.fromkeys(("disable_cascade_attention", "async_scheduling"), (True, False)),
     "enable_chunked_prefill": (True,),
@@ -84,7 +84,7 @@ PROMPT_KEYS: Hints = {
 }
 # Keyword arguments of the classes themselves: what a machine or a model of another kind needs.
 OPTIONS: Hints = {
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), _ONE_PROCESS),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), _ONE_PROCESS),
     **dict.fromkeys(("enable_expert_parallel", "distributed_executor_backend"), _ONE_PROCESS),
     "trust_remote_code": "no code from a model is run; take a model of a supported architecture",
     "speculative_model": 'name it in speculative_config: \'{"model": "FOLDER"}\'',

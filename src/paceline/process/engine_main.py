@@ -88,6 +88,8 @@ def _load(
     """All models, one after the other, and what shares their memory out."""
     entries = [(configure.model, configure.given, configure.share)]
     entries += [(each.model, each.given, each.share) for each in configure.further]
+    if configure.further and any(model.tensor_parallel_size > 1 for model, _, _ in entries):
+        raise ConfigError("--tensor-parallel-size does not go with several models yet: leave one of them out")
     models, infos = [], []
     memory = share_memory(entries, configure.memory_bytes)
     for (model, given, share), shared in zip(entries, memory, strict=True):
@@ -100,12 +102,22 @@ def _load(
             if configure.further:  # which of them
                 error.args = (f"{name}: {error}", *error.args[1:])
             raise
+        if loaded.followers is not None:
+            loaded.followers.on_lost = _end_at_once
         models.append(loaded)
         info = _info(loaded, time.monotonic() - started_s)
         blending = _blending(model, loaded, partial(tell, "measuring what blending keeps"))
         more = notices_of(blending, is_wanted=model.context_reuse == "blend")
         infos.append(replace(info, blending=blending, notices=(*info.notices, *more)))
     return models, infos, slab_market(models, _shares(configure), memory)
+
+
+def _end_at_once(reason: str) -> None:
+    """A rank is lost. A step that waits for it cannot be interrupted, and no other can be computed: the supervisor
+    starts a new engine."""
+    sys.stderr.write(f"paceline: {reason}; the engine ends, no step can be computed without it\n")
+    sys.stderr.flush()
+    os._exit(70)
 
 
 def _shares(configure: frames.Configure) -> list[ModelShare]:

@@ -535,7 +535,7 @@ class CPUSleeper(Generic[Weights]):
     def __init__(
         self,
         load: Callable[[], Weights],
-        make: Callable[[Weights], CPURunner],
+        make: Callable[[Weights], Any],
         first: Weights,
         disk: StoreLevel | None = None,
     ) -> None:
@@ -543,18 +543,18 @@ class CPUSleeper(Generic[Weights]):
         self._make = make
         self._disk = disk
         self._weights: Weights | None = first
-        self._runner: CPURunner | None = None
+        self._runner: Any = None  # a CPURunner, or the lead of several
         self._last = CPUWork()
 
     def open(self) -> Runner:
         weights = self._weights
         if weights is None:
             weights = self._weights = self._load()
-        runner = self._runner = self._make(weights)
+        runner: Any = self._make(weights)
+        self._runner = runner
         return runner if self._disk is None else self._disk.start(runner, runner.compute.kv)
 
     def copy_out_and_back(self, count: int) -> None:
-        assert self._runner is not None
         self._runner.copy_out_and_back(count)
 
     def make_step(self, config: EngineConfig) -> StepCompute:
@@ -570,6 +570,7 @@ class CPUSleeper(Generic[Weights]):
             self._runner.close()
             self._runner = None
         if level >= WEIGHTS_DROPPED:
+            getattr(self._weights, "close", lambda: None)()
             self._weights = None
             gc.collect()
             with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system

@@ -1,4 +1,4 @@
-"""What computes steps on a CPU, with a model's weights in memory: a value, and how it is made for encoders.
+"""What computes steps on a CPU, with a model's weights in memory: a value, and how it is made.
 
 What needs torch is imported where it is used.
 """
@@ -21,14 +21,17 @@ from paceline.core.parameters import CHOICE, CLASSIFY, CLS, LAST, MEAN
 from paceline.core.standing import Pulse
 from paceline.errors import ConfigError
 from paceline.runner.machine_load import MANY_TOKENS, FreeCores
+from paceline.runner.parallel.limits import BY_TORCH
 
 if TYPE_CHECKING:
+    from paceline.models.files.head_folder import HeadFiles
     from paceline.models.files.open import Checkpoint
     from paceline.models.spec import FurtherLayer, ModelSpec
     from paceline.runner.cpu import StepCompute
     from paceline.runner.drafts import Drafter
     from paceline.runner.encoder_step import ClassifierHead
     from paceline.runner.native.code import Code
+    from paceline.runner.parallel.lead import Followers
     from paceline.runner.pictures import Pictures
     from paceline.runner.workers import Workers
 
@@ -51,6 +54,24 @@ class CPUBackend:
     measure_pictures: Callable[[], tuple[float, float]] | None = None
     # Seconds of a token beside them, where `measure` only guesses.
     measure_token: Callable[[EngineConfig], float] | None = None
+    followers: Followers | None = None  # the other ranks of the model
+
+    def runner(self, config: EngineConfig, ends: tuple[int, ...], pulse: Pulse | None = None) -> Any:
+        """What computes plans with these weights, on every rank."""
+        from paceline.runner.cpu import CPURunner
+
+        step = self.make_step(config)
+        drafter = None if self.make_drafter is None else self.make_drafter(config, step)
+        own = CPURunner(config, step, ends, pulse, drafter)
+        if self.followers is None:
+            return own
+        from paceline.runner.parallel.lead import LeadRunner
+
+        return LeadRunner(own, self.followers, config, ends)
+
+    def close(self) -> None:
+        if self.followers is not None:
+            self.followers.close()
 
     def complete(self, config: EngineConfig, model: ModelConfig, spec: ModelSpec) -> EngineConfig:
         """With the kinds of vectors that it makes, and the work of its encoder of pictures, where it has one."""
@@ -62,6 +83,172 @@ class CPUBackend:
         token_s = self.measure()[1] if self.measure_token is None else self.measure_token(config)
         times = (self.measure_pictures(), token_s)
         return with_encoder(config, encoder_work(spec.vision, *times, model.encoder_cache_tokens, config))
+
+
+def cpu_backend(
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    drafts: DraftConfig | None,
+    shared: tuple[Pulse, FreeCores],
+    on_progress: Callable[[str, int, int], None],
+) -> CPUBackend:
+    """Read the weights for whatever computes this model."""
+    from paceline.runner.guessers import open_guesser, why_torch
+
+    if checkpoint.spec.encoder is not None:
+        return encoder_backend(model, checkpoint, shared, on_progress)
+    guesser = None if drafts is None or not drafts.model else open_guesser(drafts, checkpoint.spec, model)
+    if guesser is not None:
+        return _torch_backend(model, checkpoint, shared, on_progress, why_torch(model, guesser), guesser)
+    found = _native_backend(model, checkpoint, shared, given, on_progress)
+    if isinstance(found, CPUBackend):
+        return found
+    return _torch_backend(model, checkpoint, shared, on_progress, found)
+
+
+def _native_backend(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    life: tuple[Pulse, FreeCores],
+    given: Mapping[str, Any],
+    on_progress: Callable[[str, int, int], None],
+) -> CPUBackend | str:
+    """The native kernels, or why they are not used. Raises ConfigError where they are asked for by name."""
+    made = model.quantization in MADE_ON_LOADING
+    if model.tensor_parallel_size > 1:
+        return BY_TORCH
+    if model.cpu_backend == "torch":
+        if made:
+            raise ConfigError(f"--quantization {model.quantization} needs --cpu-backend native")
+        return ""
+    from paceline.runner.native.code import KernelsUnavailable, host_code
+    from paceline.runner.native.model import build_model, expected_seconds, objection
+    from paceline.runner.native.step import NativeStep, token_seconds
+
+    block_size = int(given.get("block_size", 16))
+    reason = objection(checkpoint, block_size, model.quantization, model.cpu_kv_dtype)
+    if not reason:
+        try:
+            code = host_code(lambda stage: on_progress(stage, 0, 0))
+        except KernelsUnavailable as error:
+            reason = str(error)
+    if reason:
+        if model.cpu_backend == "native":
+            raise ConfigError(f"--cpu-backend native: {reason}; --cpu-backend torch computes it with torch")
+        if made:
+            raise ConfigError(f"--quantization {model.quantization} needs the native CPU kernels: {reason}")
+        return f"steps are computed by torch, not by the native CPU kernels: {reason}"
+    loaded = build_model(
+        checkpoint, checkpoint.spec.max_positions, partial(on_progress, "loading weights"), model.quantization
+    )
+    pulse, free = life
+    threads = min(model.cpu_threads or free.most, free.most)
+    eyes = native_eyes(model, checkpoint, code, threads, life, on_progress)
+
+    def make_step(config: EngineConfig) -> NativeStep:
+        step = NativeStep(loaded, config, code, threads, free, pulse, kv_dtype=model.cpu_kv_dtype)
+        step.see(eyes.make(config))
+        return step
+
+    return CPUBackend(
+        make_step=make_step,
+        measure=lambda: expected_seconds(loaded, threads),
+        measure_pictures=eyes.measure,
+        measure_token=lambda config: token_seconds(make_step(config), config),
+        notices=(*eyes.notices, *native_notices(model, checkpoint, threads)),
+        about=about_native(code, threads),
+    )
+
+
+def _torch_backend(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    life: tuple[Pulse, FreeCores],
+    on_progress: Callable[[str, int, int], None],
+    notice: str,
+    guesser: HeadFiles | Checkpoint | None = None,
+) -> CPUBackend:
+    """Plain torch; `notice`: why not the native kernels. `guesser` makes drafts."""
+    if find_spec("torch") is None:
+        what = notice or "--cpu-backend torch needs torch"
+        raise ConfigError(f"{what}; torch is not installed: pip install 'paceline[torch]'")
+    on_progress("starting torch", 0, 0)
+    from paceline.models.load import build_decoder
+    from paceline.runner.guessers import build_guesser, model_drafter
+    from paceline.runner.torch_step import TorchStep, choose_storage, measure_step
+    from paceline.runner.workers import Workers
+
+    pulse, free = life
+    note = partial(on_progress, "loading weights")
+    if model.tensor_parallel_size > 1:
+        return _torch_ranks(model, checkpoint, life, note, notice)
+    storage, notices = choose_storage(model, checkpoint)
+    decoder = build_decoder(checkpoint, checkpoint.spec.max_positions, storage, note)
+    net = None if guesser is None else build_guesser(model, guesser, decoder)
+    on_progress("measuring steps", 0, 0)
+    workers = Workers(free)
+    eyes = torch_eyes(checkpoint, free, workers)
+
+    def measure() -> tuple[float, float]:
+        with workers.step(MANY_TOKENS):  # what is measured runs as large steps will
+            return measure_step(decoder, is_busy=free.load.is_busy)
+
+    def make_step(config: EngineConfig) -> TorchStep:
+        return TorchStep(decoder, config.kv, workers, pulse, net, model.cpu_kv_dtype, eyes.make(config))
+
+    return CPUBackend(
+        make_step=make_step,
+        measure=measure,
+        measure_pictures=eyes.measure,
+        notices=(*notices, *([notice] if notice else [])),
+        about={"name": "torch", "version": version("torch"), "threads": free.most},
+        further=() if net is None else net.layers,
+        make_drafter=None if net is None else partial(model_drafter, net),
+    )
+
+
+def _torch_ranks(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    life: tuple[Pulse, FreeCores],
+    note: Callable[[int, int], None],
+    notice: str,
+) -> CPUBackend:
+    """The lead's part of a model on several ranks, and the followers with theirs."""
+    from paceline.runner.parallel.gloo import lead_decoder
+    from paceline.runner.parallel.lead import Followers
+    from paceline.runner.torch_step import TorchStep, measure_step
+    from paceline.runner.workers import Workers
+
+    pulse, free = life
+    followers = Followers(model, checkpoint.path, model.tensor_parallel_size, free.most)
+    try:
+        decoder = lead_decoder(checkpoint, followers, note)
+    except BaseException:
+        followers.close()
+        raise
+    workers = Workers(free)
+
+    def measure() -> tuple[float, float]:
+        with followers.measuring(), workers.step(MANY_TOKENS):
+            return measure_step(decoder, is_busy=free.load.is_busy)
+
+    def make_step(config: EngineConfig) -> TorchStep:
+        return TorchStep(decoder, config.kv, workers, pulse, kv_dtype=model.cpu_kv_dtype)
+
+    return CPUBackend(
+        make_step=make_step,
+        measure=measure,
+        notices=(notice,),
+        about={
+            "name": "torch",
+            "version": version("torch"),
+            "threads": free.most,
+            "ranks": followers.size,
+        },
+        followers=followers,
+    )
 
 
 def encoder_backend(

@@ -62,7 +62,7 @@ def choose_sizes(
     block_size = sizes.setdefault("block_size", 16)
     per_block = block_bytes(spec, block_size, further, model.cpu_kv_dtype)
     if "num_blocks" not in sizes:
-        memory = model.kv_cache_memory_bytes or int(_default_memory() * model.kv_memory_part)
+        memory = model.kv_cache_memory_bytes or int(default_memory() * model.kv_memory_part)
         sizes["num_blocks"] = max(2, memory // per_block)
     capacity = (sizes["num_blocks"] - 1) * block_size
     if "max_model_len" not in sizes:
@@ -190,7 +190,7 @@ def line_costs(
     return StepCosts(sizes=sizes, seconds=seconds, context_s=context_s, row_s=max(0.0, row_s))
 
 
-def _default_memory() -> int:
+def default_memory() -> int:
     """Two GiB, or a quarter of the memory that is free if that is less; PACELINE_CPU_KVCACHE_SPACE says otherwise."""
     given = os.environ.get("PACELINE_CPU_KVCACHE_SPACE")
     if given:

@@ -11,9 +11,9 @@ from paceline.cli.serve.other_flags import INSTEAD
 from paceline.errors import InputError
 
 
-@pytest.mark.parametrize("words", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"]])
+@pytest.mark.parametrize("words", [["--data-parallel-size", "2"], ["--data-parallel-size=2"]])
 def test_a_flag_of_another_server_is_refused_with_advice(words: list[str]) -> None:
-    with pytest.raises(InputError, match="--tensor-parallel-size; a model runs on one device"):
+    with pytest.raises(InputError, match="--data-parallel-size; a model runs on one device"):
         SERVE.call(words, "paceline serve")
 
 

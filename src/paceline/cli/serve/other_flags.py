@@ -13,10 +13,8 @@ _POOLING = "what the model offers follows from its files; --pooling makes vector
 _SAMPLING = "the model's generation_config.json decides; requests give what is to differ"
 
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"), _ONE_DEVICE
-    ),
-    **dict.fromkeys(("--tp", "--tp-size", "--dp-size"), _ONE_DEVICE),
+    **dict.fromkeys(("--pipeline-parallel-size", "--data-parallel-size", "--dp-size"), _ONE_DEVICE),
+    **dict.fromkeys(("--tp", "--tp-size"), "take --tensor-parallel-size"),
     **dict.fromkeys(("--api-server-count", "--distributed-executor-backend"), _ONE_DEVICE),
     **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--enable-sleep-mode"), _ALWAYS),
     **dict.fromkeys(("--enable-auto-tool-choice", "--jinja", "--enable-metrics"), _ALWAYS),

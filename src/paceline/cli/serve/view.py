@@ -80,6 +80,9 @@ def further_line(name: str, info: EngineInfo, share: ModelShare) -> Line:
 
 def _kernels(info: EngineInfo) -> list[Line]:
     """What computes steps, where that is not the device's own way."""
+    if "ranks" in info.runner:
+        threads = f"{info.runner['threads']} thread{'s' * (info.runner['threads'] != 1)} each"
+        return [("ranks", f"{info.runner['ranks']} processes with a part of each layer, {threads}")]
     if "kernels" not in info.runner:
         return []
     return [("CPU kernels", f"{info.runner['kernels']}, {info.runner['threads']} threads")]
