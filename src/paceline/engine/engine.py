@@ -21,7 +21,7 @@ from paceline.core.adapter import NO_ADAPTER
 from paceline.core.clock import Clock
 from paceline.core.events import Decision, Forecast, StepEvents
 from paceline.core.guide import Guide
-from paceline.core.plan import Pending, Runner, StepChecker, StepPlan, StepResult
+from paceline.core.plan import FailedStep, NoRunner, Pending, Runner, StepChecker, StepPlan, StepResult
 from paceline.core.recorder import Inputs, StepRecord, StepRecorder, StepWatcher
 from paceline.core.request import (
     DEFAULT_TENANT,
@@ -42,10 +42,9 @@ from paceline.core.stretch import MediaPart, ModulePart
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.engine.media import Media
-from paceline.engine.modules import Modules
+from paceline.engine.module_requests import Modules
 from paceline.engine.prefix_keys import keys_in_parts
 from paceline.engine.resumed import Outputs, has_stopped, take_up
-from paceline.engine.stand_ins import FailedStep, NoRunner
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
 from paceline.scheduler.scheduler import Scheduler
 

@@ -42,11 +42,10 @@ from paceline.core.request import BlockKey
 from paceline.core.standing import ALL_LOST, DEVICE_LOST
 from paceline.kv.block_pool import NULL_BLOCK, BlockPool
 from paceline.kv.block_time import BlockTime
-from paceline.kv.copy_sources import Found, Sources
 from paceline.kv.delta import KVDelta
 from paceline.kv.group import make_group
 from paceline.kv.level import Level, PoolMaker, make_order
-from paceline.kv.pins import Pins
+from paceline.kv.pins import Found, Pins, Sources
 from paceline.kv.slabs import HeldSlabs
 from paceline.kv.swap import Ticket, Tickets
 

@@ -1,4 +1,4 @@
-"""Pins: cached beginnings of prompts that stay for a time, whatever else needs room.
+"""Pins: cached beginnings of prompts that stay for a time, whatever else needs room; and sources of copies.
 
 A pin is a number of block names of one tenant. As long as one pin has a name, the block under it has a reference of
 its own, so that nothing evicts it:
@@ -11,11 +11,15 @@ Pins take at most `most` blocks of each group together, and `most_of_tenant` of 
 request fits beside them. A block is paid for once, until the last moment that any pin of its tenant has it. A pin whose
 blocks cannot be trusted, or leave with their memory, is lost as a whole; the request that needs it next pins again what
 it computes. Knows names and blocks, and of requests their numbers.
+
+Sources are held in the same way, by rows: blocks of modules that a row is to copy from. A row holds the blocks of all
+modules that it still has to place, from its admission on, so that none of them is evicted under it; what it has placed
+it lets go of once the step that copies is done. Requests that wait hold nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -243,3 +247,52 @@ class Pins:
         paid_us, now_us = self._paid_us.get(tenant, {}), self._time.now_us
         unpaid = sum([max(0, until_us - max(now_us, paid_us.get(name, now_us))) for name in names])
         return unpaid * len(self._groups)
+
+
+Found = tuple[Blocks, ...]  # blocks of a module, by group
+
+
+class Sources:
+    """All of a KV cache."""
+
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+        self._groups = groups
+        self.rows: dict[int, dict[int, Found]] = {}  # by row, and by place among the modules of its request
+
+    def find(self, keys: Sequence[BlockKey]) -> Found:
+        """The blocks of a module, as far as they are in the cache."""
+        return tuple(
+            [np.array(group.find(keys, len(keys)), np.int64) for group in self._groups],
+        )
+
+    def unheld(self, modules: Iterable[Found]) -> list[int]:
+        """Free blocks that holding all of these takes, per group."""
+        counts = []
+        found = list(modules)
+        for group in self._groups:
+            blocks = np.unique(np.concatenate([blocks[group.index] for blocks in found]))
+            counts.append(int(np.count_nonzero(group.pool.refs[blocks] == 0)))
+        return counts
+
+    def hold(self, row: int, module: int, keys: Sequence[BlockKey]) -> None:
+        """A row is about to need a module that is in the cache."""
+        found = self.find(keys)
+        for group, blocks in zip(self._groups, found, strict=True):
+            group.pool.evictable.used(blocks.tolist())
+            group.pool.share(blocks)
+        self.rows.setdefault(row, {})[module] = found
+
+    def take(self, row: int, module: int | None = None) -> list[Found]:
+        """A row needs a module no longer, or none; the references pass to the caller."""
+        held = self.rows.get(row)
+        if held is None:
+            return []
+        found = list(held.values()) if module is None else [held.pop(module)]
+        if module is None or not held:
+            del self.rows[row]
+        return found
+
+    def held(self, group: int) -> Blocks:
+        """Blocks of a group that rows hold, one entry for each reference."""
+        parts = [found[group] for modules in self.rows.values() for found in modules.values()]
+        return np.concatenate([*parts, np.zeros(0, np.int64)]).astype(np.int64)

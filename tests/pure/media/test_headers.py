@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.errors import InvalidImage
-from paceline.models.media.decode import decode
 from paceline.models.media.headers import MAX_BYTES, MAX_PARTS, MAX_SCANS, MAX_SIDE, check_type, read_header
+from paceline.models.media.pictures import decode
 from tests.pictures import encoded, picture, sixty, turned
 
 

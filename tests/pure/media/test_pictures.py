@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError, InvalidImage, InvalidRequest, MediaNotAllowed, UnsupportedModality
-from paceline.models.media import decode
+from paceline.models.media import pictures as module
 from paceline.models.media.picture_settings import PatchSettings
 from paceline.models.media.pictures import PictureReader, open_pictures
 from paceline.models.media.sources import Picture, take_pictures
@@ -50,7 +50,7 @@ def test_parts_of_every_api(part: Any) -> None:
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.models.media.decode.can_decode", lambda: False)
+    monkeypatch.setattr("paceline.models.media.pictures.can_decode", lambda: False)
     with pytest.raises(UnsupportedModality, match=r"pip install 'paceline\[vision\]'"):
         PictureReader(SETTINGS).open(_take({"type": "image_url", "image_url": {"url": URL}}))
 
@@ -255,6 +255,6 @@ def test_transparency_is_put_on_white_strip_by_strip(mode: str, size: tuple[int,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Image, "alpha_composite", noted)
-        found = decode.rgb(image)
+        found = module.rgb(image)
     assert found.tobytes() == expected.tobytes()
-    assert sum(made) == size[0] * size[1] and max(made) <= decode.STRIP_PIXELS
+    assert sum(made) == size[0] * size[1] and max(made) <= module.STRIP_PIXELS

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.events import DecisionKind, Rule
 from paceline.core.request import OWN_REQUESTS, RequestId, RequestState
-from paceline.kv.copy_sources import Sources
+from paceline.kv.pins import Sources
 from paceline.scheduler.state import SchedulerState
 from paceline.scheduler.step.admission import Admission
 from tests.pure.engine.engine_helpers import Bench, prompt

@@ -11,7 +11,7 @@ from paceline.core.blend_quality import Blending
 from paceline.core.stretch import ModulePart
 from paceline.errors import PacelineError
 from paceline.server.errors import BlendUnavailable
-from paceline.server.generate.contexts import Context
+from paceline.server.generate.context_store import Context
 from tests.fake_engine import forecast
 from tests.pure.server_api.api_helpers import DEFAULT_CALLER, Api, ids
 

@@ -13,7 +13,7 @@ from paceline.process.client import BranchUpdate
 from paceline.server.api import context_routes
 from paceline.server.call import Answer
 from paceline.server.errors import ContextsFull, ContextTooLong
-from paceline.server.generate import contexts as module
+from paceline.server.generate import context_store as module
 from tests.pure.server_api.api_helpers import DEFAULT_CALLER, Api
 
 PATH = "/v1/contexts"

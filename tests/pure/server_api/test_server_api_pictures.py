@@ -17,7 +17,6 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stretch import MediaPart
 from paceline.errors import InvalidImage, InvalidRequest, MediaNotAllowed, NeverFits, UnsupportedModality
 from paceline.llm.prompts import ChatPrompts, PreparedRequest, PromptReader, prepared_chat
-from paceline.models.media import decode
 from paceline.models.media.headers import Header, read_header
 from paceline.models.media.pictures import open_pictures
 from paceline.server.batches.batch_records import StoredFile, UnknownFile
@@ -121,7 +120,6 @@ def test_the_price_is_known_before_a_pixel_is_decoded(monkeypatch: pytest.Monkey
     made = api()
     made.ask(CHAT, chat(PART, TEXT))
     expected = len(made.client.submitted[0]["tokens"])
-    monkeypatch.setattr(decode, "decode", fail)
     monkeypatch.setattr("paceline.models.media.pictures.decode", fail)
     made.client.forecast_result = forecast(0.1, 0.2)
     told = made.ask("/v1/estimate", chat(PART, TEXT))
@@ -263,7 +261,7 @@ def test_too_many_pictures() -> None:
 
 
 def test_without_the_extra_pictures_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "can_decode", lambda: False)
+    monkeypatch.setattr("paceline.models.media.pictures.can_decode", lambda: False)
     with pytest.raises(UnsupportedModality, match=r"pip install 'paceline\[vision\]'"):
         api().ask(CHAT, chat(PART))
 

@@ -11,8 +11,8 @@ from paceline.core.stretch import ModulePart
 from paceline.errors import InvalidRequest
 from paceline.server.access.caller import Caller
 from paceline.server.errors import ContextsFull, UnknownContext
-from paceline.server.generate import contexts as module
-from paceline.server.generate.contexts import Context, Contexts
+from paceline.server.generate import context_store as module
+from paceline.server.generate.context_store import Context, Contexts
 
 ALICE, BOB = Caller(tenant="alice"), Caller(tenant="bob")
 

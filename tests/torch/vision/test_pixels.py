@@ -11,9 +11,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from paceline.errors import InvalidImage
-from paceline.models.media.decode import decode, item_pixels
 from paceline.models.media.headers import read_header
 from paceline.models.media.picture_settings import MediaSettings, PatchSettings, TileSettings
+from paceline.models.media.pictures import decode, item_pixels
 from paceline.models.media.sizes import media_size
 from tests.pictures import sixty
 

@@ -29,7 +29,6 @@ from paceline.lab.bench.bench_options import (
     StructuredOptions,
     ThroughputOptions,
 )
-from paceline.lab.bench.embed import make_texts, run_embed
 from paceline.lab.bench.latency import LatencyResult, run_online, warm_up_online
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
 from paceline.lab.bench.shapes import write_shape, write_tokenizer
@@ -65,6 +64,7 @@ from paceline.lab.bench.throughput import (
     sampling_of,
     warm_up,
 )
+from paceline.lab.bench.vector_runs import make_texts, run_embed
 from paceline.lab.bench.workloads import (
     OFFLINE,
     ONLINE,

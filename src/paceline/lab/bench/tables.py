@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.lab.bench.drafts import DraftsResult, ScriptResult
-from paceline.lab.bench.embed import EmbedResult
 from paceline.lab.bench.latency import LatencyResult
 from paceline.lab.bench.structured import StructuredResult
 from paceline.lab.bench.throughput import Recheck, ThroughputResult
+from paceline.lab.bench.vector_runs import EmbedResult
 from paceline.lab.report.summary import Distribution
 
 ABSENT = "-"

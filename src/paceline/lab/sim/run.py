@@ -32,9 +32,9 @@ from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.sim.faults import draw_aborts, with_bursts
-from paceline.lab.sim.fleet import SimulatedFront
 from paceline.lab.sim.replica import Arrivals, Replica, arrivals_by_name, draw_of_requests
 from paceline.lab.sim.settings import SimConfig
+from paceline.lab.sim.simulated_fleet import SimulatedFront
 from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
 from paceline.watch.trace import Watch

@@ -22,7 +22,7 @@ from paceline.server.api.openai_responses import with_receipt
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call
 from paceline.server.errors import ContextTooLong, UnknownContext
-from paceline.server.generate.contexts import Context, new_id
+from paceline.server.generate.context_store import Context, new_id
 from paceline.server.generate.generation import Usage
 from paceline.server.generate.prompt_size import check_blend, check_length, check_prompt
 from paceline.server.generate.service import INLINE_CHARS, Service

@@ -35,7 +35,7 @@ from paceline.server.api.openai_fields import (
 from paceline.server.api.structures import structure_field, structure_of
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter
-from paceline.server.generate.contexts import Context
+from paceline.server.generate.context_store import Context
 from paceline.text.placed_texts import PlacedTexts
 from paceline.text.tools.reading import read_openai_tools
 from paceline.text.tools.use import ToolUse

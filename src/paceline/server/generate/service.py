@@ -34,7 +34,7 @@ from paceline.server.billing.billing import Billing
 from paceline.server.billing.pricing import Quote
 from paceline.server.call import Call
 from paceline.server.errors import UnknownModel
-from paceline.server.generate.contexts import Contexts, InsertedText
+from paceline.server.generate.context_store import Contexts, InsertedText
 from paceline.server.generate.estimates import Estimate
 from paceline.server.generate.generation import ForkStart, Generation
 from paceline.server.generate.media_work import MediaSources, MediaWork

@@ -12,13 +12,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from paceline.process.client import EngineClient
+from paceline.process.client import EngineClient, EngineState
 from paceline.process.fleet import Fleet
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.families import LABELS, Families
-from paceline.server.metrics.fleet import fleet_families
 from paceline.server.metrics.request_metrics import (
     HttpMetrics,
     RequestFamilies,
@@ -185,3 +184,20 @@ def joined(families: Iterable[Metric]) -> list[Metric]:
 def name_prefix(given: str) -> str:
     """What names begin with: a word and a colon, as vLLM has it, unless it ends with an underscore."""
     return given if given.endswith(("_", ":")) else given + ":"
+
+
+def fleet_families(fleet: Fleet, make: Families, model_name: str) -> Iterable[Metric]:
+    """Of several engines behind one server; what is their sum stands where one engine's stands."""
+    yield make.counter_by("rule", "routed", "Requests by the rule that chose their engine.", fleet.routed)
+    text = "Requests whose engine was lost: resumed behind their output, restarted, or given up."
+    yield make.counter_by("outcome", "failovers", text, fleet.failovers)
+    ready, running, waiting, usage = {}, {}, {}, {}
+    for member in fleet.members:
+        key, stats = (model_name, str(member.number)), member.engine.stats
+        ready[key] = float(member.engine.state is EngineState.READY)
+        running[key], waiting[key] = float(stats.running), float(stats.waiting)
+        usage[key] = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+    yield make.gauge("fleet_engine_up", "1 when this engine takes requests.", ready, *LABELS)
+    yield make.gauge("fleet_requests_running", "Requests in the batch of this engine.", running, *LABELS)
+    yield make.gauge("fleet_requests_waiting", "Requests that wait in this engine.", waiting, *LABELS)
+    yield make.gauge("fleet_kv_cache_usage_perc", "Share of its KV blocks in use, 0 to 1.", usage, *LABELS)

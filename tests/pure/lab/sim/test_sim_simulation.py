@@ -13,9 +13,9 @@ from paceline.errors import EngineFailed, InputError
 from paceline.lab.report.run_record import OUTCOMES, RunRecord
 from paceline.lab.report.summary import summarize
 from paceline.lab.sim import FaultSpec, engine_config, simulate
-from paceline.lab.sim.fleet import REPORT_S
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.run import Simulation
+from paceline.lab.sim.simulated_fleet import REPORT_S
 from paceline.routing.routers import LeastLoaded
 from paceline.routing.view import Ask, Choice, FleetView
 from paceline.scheduler.invariants import InvariantViolation
