@@ -78,7 +78,7 @@ def _figures(case: str, steps: str, workload: Workload, options: Mapping[str, An
 
 
 @bench.part(
-    flag("folder", help="of a model, which needs no weights"),
+    flag("folder", help="of a model, with its tokenizer; it needs no weights"),
     flag("--tokens", 131_064, "of the long prompt"),
     flag("--streams", 64, "rows that decode all the time"),
     flag("--rate", 4.0, "short prompts per second"),
@@ -124,7 +124,7 @@ class Seen:
 
 def on_a_server(folder: str, load: Load, options: Sequence[str] = ()) -> Iterator[Found]:
     """The long prompt alone, then with streams and short prompts beside it, and these without it."""
-    own = ["--model", folder, "--load-format", "dummy", "--skip-tokenizer-init", "--served-model-name", "m"]
+    own = ["--model", folder, "--load-format", "dummy", "--served-model-name", "m"]
     with served([*own, "--max-model-len", str(load.tokens + 8), *options]) as running:
         yield from asyncio.run(_offered(running.port, load))
 
@@ -157,23 +157,22 @@ async def _offered(port: int, load: Load) -> list[Found]:
         first_s = (await arrivals(*SHORT))[0]
         seen.firsts.append((time.perf_counter(), first_s))
 
-    async def shorts() -> None:
-        waiting = set()
+    async def shorts(group: asyncio.TaskGroup) -> None:
         while True:
-            waiting.add(task := asyncio.create_task(short()))
-            task.add_done_callback(waiting.discard)
+            group.create_task(short())
             await asyncio.sleep(1 / load.rate)
 
     alone_s = (await arrivals(load.tokens, 8))[0]
-    others = [asyncio.create_task(stream()) for _ in range(load.streams)]
-    others.append(asyncio.create_task(shorts()))
-    await asyncio.sleep(load.seconds / 3)
-    started_s = time.perf_counter()
-    await asyncio.sleep(load.seconds)
-    sent_s = time.perf_counter()
-    beside_s = (await arrivals(load.tokens, 8))[0]
-    for task in others:
-        task.cancel()
+    async with asyncio.TaskGroup() as group:  # one request that is not answered ends all
+        others = [group.create_task(stream()) for _ in range(load.streams)]
+        others.append(group.create_task(shorts(group)))
+        await asyncio.sleep(load.seconds / 3)
+        started_s = time.perf_counter()
+        await asyncio.sleep(load.seconds)
+        sent_s = time.perf_counter()
+        beside_s = (await arrivals(load.tokens, 8))[0]
+        for task in others:
+            task.cancel()
     return [
         {**dict.fromkeys(seen.row("", 0, 0)), "case": "alone", "TTFT of the long one, s": alone_s},
         seen.row("without it", started_s, sent_s),
