@@ -2,6 +2,7 @@
 
     python -m benchmarks.fleet_study routing [--trace mooncake] [--requests 2000] [--loads 30,60,80,95]
     python -m benchmarks.fleet_study hot [--requests 4000]
+    python -m benchmarks.fleet_study scale [--seconds 1800] [--starts 15,180]
 
 An 8B model on modelled H200s. *Load* is a share of the requests per second that the fleet serves when all are there
 from the start, with `least-loaded`.
@@ -9,13 +10,16 @@ from the start, with `least-loaded`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.harness import Benchmark, Found, Given, at_once, flag, rows_of, simulated
+from benchmarks.harness import Benchmark, Found, Given, at_once, flag, h200, one_tenant, rows_of, simulated
+from paceline.costs.cost_model import CostModel, StepShape
 from paceline.lab.report.run_record import RunRecord
-from paceline.lab.report.summary import summarize
+from paceline.lab.report.summary import Slo, summarize
+from paceline.lab.sim.settings import Machine, Scaling
 from paceline.lab.workload import load_workload
 from paceline.lab.workload.workload import Workload
 
@@ -109,6 +113,81 @@ def one_hot_prefix(count: int) -> Workload:
         prefix_ids=tuple(ids),
         prefix_block=HOT_SPAN,
     )
+
+
+@bench.part(
+    flag("--seconds", 1800, "of a day"),
+    flag("--replicas", 10, "at most"),
+    flag("--starts", "15,180", "seconds that a replica takes to start"),
+    flag("--rules", "wanted,keda"),
+)
+def scale(given: Given) -> Found:
+    """Who says how many replicas there are, over a day with bursts."""
+    workload = day(given.seconds)
+    slo = Slo(ttft_s=DAY_TTFT_S, itl_s=DAY_ITL_S)
+    runs = []
+    for start_s in map(float, given.starts.split(",")):
+        for rule in given.rules.split(","):
+            scaling = Scaling(rule=rule, start_s=start_s, ttft_s=DAY_TTFT_S, itl_s=DAY_ITL_S)
+            record = simulated(
+                workload, DAY_ENGINE, machine=slow_machine(), num_replicas=given.replicas, scaling=scaling
+            )
+            met = summarize(record, slo=slo).goodput_per_s or 0.0
+            runs.append(
+                {
+                    "start s": start_s,
+                    "rule": rule,
+                    "missed": 1.0 - met * record.duration_s / len(workload),
+                    "replica-hours": (record.replica_s or 0.0) / 3600.0,
+                    "TTFT p99 s": summarize(record).ttft_s.p99,
+                    "changes": len(record.config["changes"]),  # type: ignore[arg-type]
+                }
+            )
+    return {"requests": len(workload), "seconds": given.seconds, "runs": rows_of(runs)}
+
+
+DAY_TTFT_S, DAY_ITL_S = 4.0, 0.6
+DAY_ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
+SLOWER = 15.0  # than an H200, so that a day has few steps
+NIGHT, NOON = 0.3, 2.2  # requests a second
+BURSTS, BURST_S, BURST = 6, 90.0, 3.0
+
+
+@dataclass(frozen=True)
+class Slower:
+    """An H200 whose steps take longer."""
+
+    cost: CostModel
+
+    def step_seconds(self, shape: StepShape) -> float:
+        return SLOWER * self.cost.step_seconds(shape)
+
+
+def slow_machine() -> Machine:
+    return replace(h200(), cost=Slower(h200().cost))
+
+
+def day(seconds: float, seed: int = 5) -> Workload:
+    """A night and a noon, with bursts of three times as much that begin within ten seconds."""
+    draw = np.random.default_rng(seed)
+    starts = np.sort(draw.uniform(0.1 * seconds, 0.9 * seconds, BURSTS))
+
+    def rate(at_s: float) -> float:
+        usual = NIGHT + (NOON - NIGHT) * 0.5 * (1.0 - math.cos(2.0 * math.pi * at_s / seconds))
+        rise = max(
+            (min(at_s - start, 10.0) / 10.0 for start in starts if start <= at_s < start + BURST_S),
+            default=0.0,
+        )
+        return usual * (1.0 + (BURST - 1.0) * rise)
+
+    arrival_s, now_s, most = [], 0.0, NOON * BURST
+    while (now_s := now_s + draw.exponential(1.0 / most)) < seconds:
+        if draw.random() < rate(now_s) / most:
+            arrival_s.append(now_s)
+    count = len(arrival_s)
+    prompts = np.minimum(draw.lognormal(6.6, 0.7, count), 8_000)
+    answers = np.minimum(draw.lognormal(4.9, 0.6, count) + 1, 1_000)
+    return one_tenant("a day", arrival_s, prompts.astype(np.int32), answers.astype(np.int32))
 
 
 if __name__ == "__main__":

@@ -120,6 +120,7 @@ class Meter:
         num_replicas: int,
         kv_total_slots: int,
         preempted_by: Mapping[str, int] | None = None,
+        replica_s: float | None = None,
         origin_s: float = 0.0,
     ) -> RunRecord:
         """Everything so far as one value. `origin_s` is when the workload began, by the clock of the events."""
@@ -135,6 +136,7 @@ class Meter:
             config=config,
             max_num_seqs=max_num_seqs,
             num_replicas=num_replicas,
+            replica_s=replica_s,
             duration_s=max(0.0, self.last_s - origin_s),
             kv_total_slots=kv_total_slots,
             arrival_s=self._workload.arrival_s,

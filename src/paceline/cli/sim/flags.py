@@ -216,6 +216,14 @@ class SimOptions(CheckedOptions):
         flag="--router",
         metavar="ROUTER[,ROUTER...]",
     )
+    autoscale: str = option(
+        "off",
+        "start and stop replicas, --replicas at most: wanted (by what comes, step times and --slo), keda (30 queued, "
+        "KV 60 %)",
+        choices=("off", "wanted", "keda"),
+    )
+    min_replicas: int = option(1, "engines that are always there, with --autoscale", low=1, high=10_000)
+    start_s: float = option(60.0, "seconds that a replica takes to start", low=0.0, high=86_400.0)
     models: str = option(
         "",
         "models that share the device, each with its share; requests go to them by tenant, else in turn",

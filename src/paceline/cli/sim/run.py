@@ -29,7 +29,7 @@ from paceline.lab.report.summary import Slo, Summary, summarize
 from paceline.lab.sim import Machine, SimConfig, engine_config, host_costs, parse_faults, simulate
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.cost_files import load_cost_model
-from paceline.lab.sim.settings import LowerLevels
+from paceline.lab.sim.settings import LowerLevels, Scaling
 from paceline.lab.workload import Workload, load_workload
 from paceline.lab.workload.generators import GENERATORS
 from paceline.lab.workload.servegen import PREFIX
@@ -82,6 +82,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     drafts = read_speculative_config(options.speculative_config)
     acceptance = None if drafts is None else Acceptance.read(options.acceptance)
     slo = parse_slo(options.slo)
+    scaling = _scaling(options, slo)
     faults = parse_faults(options.faults)
     compared = _compared(options)
     models = parse_models(options.models)
@@ -104,6 +105,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
                 num_replicas=len(models) or options.replicas,
                 models=models,
                 router=router,
+                scaling=scaling,
                 **host_costs(machine.cost, options.host_step_s),
                 host_row_s=options.host_row_us / 1e6,
                 priorities=options.priorities,
@@ -186,6 +188,14 @@ def _levels(options: SimOptions) -> LowerLevels | None:
         disk_bytes_s=options.disk_gbps * 1e9,
     )
     return levels if levels.host_bytes else None
+
+
+def _scaling(options: SimOptions, slo: Slo | None) -> Scaling | None:
+    if options.autoscale == "off":
+        return None
+    bounds = {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s} if slo is not None else {}
+    given = {name: value for name, value in bounds.items() if value is not None}
+    return Scaling(rule=options.autoscale, least=options.min_replicas, start_s=options.start_s, **given)
 
 
 def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:

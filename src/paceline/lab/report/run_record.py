@@ -32,6 +32,7 @@ class RunRecord:
     config: Mapping[str, object]
     max_num_seqs: int  # per replica
     num_replicas: int = 1
+    replica_s: float | None = None  # seconds of all that were started and stopped; None: all the time
     duration_s: float
     kv_total_slots: int = 0  # per replica; 0: not known
 

@@ -178,7 +178,7 @@ def summarize(
     padded = _total(record.step_padded) if record.num_steps else None
     preemptions = _total(record.preemptions)
     duration_s = record.duration_s
-    device_s = duration_s * record.num_replicas
+    device_s = record.replica_s or duration_s * record.num_replicas
     durations = record.step_end_s - record.step_start_s
     return Summary(
         label=record.label,

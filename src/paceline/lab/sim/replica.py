@@ -216,6 +216,7 @@ class Replica:
         self._at_token = None if aborts is None else aborts.at_token
         self._live: dict[RequestId, Request] = {}
         self._retries = 0
+        self.num_ended = self.ended_tokens = 0  # requests, and the tokens of their answers
         faults = ReplicaFaults(config.faults, config.seed, number)
         self._faults = faults if config.faults.any_per_step else None
         varied = StepSpread(config.spread, config.seed, number)
@@ -269,6 +270,16 @@ class Replica:
             self.engine.media.hold(request, media)
         self._live[request.id] = request
         self.wake(now_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """It has requests."""
+        return bool(self._live)
+
+    def forget_prefixes(self) -> None:
+        """It was stopped and is started again."""
+        for group in self.engine.scheduler.state.kv.groups:
+            group.device.forget(np.flatnonzero(group.pool.cached))
 
     def abort(self, request_id: RequestId, now_s: float) -> None:
         """The client of a request has gone; one that has ended already is left alone."""
@@ -336,6 +347,8 @@ class Replica:
 
     def _end(self, finished: Finished) -> None:
         request = self._live.pop(finished.request)
+        self.num_ended += 1
+        self.ended_tokens += finished.num_output
         self._meter.ended(finished, request)
 
 

@@ -287,14 +287,23 @@ class Simulation:
         preempted: Counter[str] = Counter()
         for replica in self.replicas:
             preempted.update(replica.engine.scheduler.state.counters.preempted_by)
+        described = config.described()
+        if self.front is not None and self.front.scaler is not None:
+            described["changes"] = self.front.scaler.changes
         return self._meter.record(
             label,
-            config.described(),
+            described,
             max_num_seqs=config.engine.scheduler.max_num_seqs,
             num_replicas=config.num_replicas,
             kv_total_slots=kv.num_slots,
             preempted_by=preempted,
+            replica_s=self._replica_s(),
         )
+
+    def _replica_s(self) -> float | None:
+        """Of those that were started and stopped, up to the last arrival."""
+        scaler = None if self.front is None else self.front.scaler
+        return None if scaler is None else scaler.seconds(float(self.workload.arrival_s.max()))
 
     def _arrive(self, index: int, now_s: float) -> None:
         self.now_s = now_s

@@ -32,6 +32,7 @@ SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 LINE_ROWS = 64  # of the larger of two steps that tell what a token more costs
 # Steps beside pictures aim at the time of PACE_STEPS steps in which PACE_ROWS rows decode.
 PACE_ROWS, PACE_STEPS = 64, 3.5
+SCALE_RULES = ("wanted", "keda")  # see `autoscale`
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 
@@ -78,6 +79,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Who says how many replicas there are, between `least` and all, and what one takes to start."""
+
+    rule: str
+    least: int = 1
+    start_s: float = 60.0
+    ttft_s: float = 2.0  # that a request may wait for its first token
+    itl_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.rule not in SCALE_RULES:
+            raise InputError(f"--autoscale must be one of {', '.join(SCALE_RULES)}, not '{self.rule}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
     """One simulated deployment."""
 
@@ -85,6 +101,7 @@ class SimConfig:
     engine: EngineConfig
     num_replicas: int = 1
     router: str = DEFAULT_ROUTER
+    scaling: Scaling | None = None  # replicas start and stop; else all are there
     host_step_s: float = HOST_STEP_S
     host_row_s: float = 0.0  # and for each decoding row
     request_s: float = 0.0  # from the arrival of a request to the moment an engine knows of it
@@ -110,6 +127,10 @@ class SimConfig:
             raise InputError("--models share one device: leave --replicas out")
         if not 1 <= self.num_replicas <= MAX_REPLICAS:
             raise InputError(f"--replicas must lie between 1 and {MAX_REPLICAS}, not {self.num_replicas}")
+        if self.scaling is not None and not 1 <= self.scaling.least < self.num_replicas:
+            raise InputError(
+                f"--autoscale needs fewer --min-replicas ({self.scaling.least}) than --replicas ({self.num_replicas})"
+            )
         make_router(self.router)  # one that cannot be had is said now
         if not 0.0 <= self.host_step_s <= 10.0:
             raise InputError(f"--host-step-s must lie between 0 and 10 seconds, not {self.host_step_s:g}")
@@ -139,6 +160,7 @@ class SimConfig:
             "cost_model": type(self.machine.cost).__name__.lower(),
             "replicas": self.num_replicas,
             "router": self.router,
+            **({} if self.scaling is None else {"autoscale": asdict(self.scaling)}),
             "depth": self.engine.depth,
             "host_step_s": self.host_step_s,
             **({"host_row_s": self.host_row_s} if self.host_row_s else {}),

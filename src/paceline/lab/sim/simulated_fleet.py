@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from paceline.core.request import Request
 from paceline.costs.cost_model import StepShape
 from paceline.engine.reports import gauges_of, prefix_news_of
+from paceline.lab.sim.autoscale import Autoscaler
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.settings import SimConfig
 from paceline.routing.routers import make_router, route
@@ -43,11 +44,17 @@ class SimulatedFront:
         self._replicas = replicas
         self._router = make_router(config.router)
         self._longest = config.engine.scheduler.max_model_len
-        self._gauges = [idle_gauges(config) for _ in replicas]
+        idle = idle_gauges(config)
+        self._gauges = [idle for _ in replicas]
         self._reported_s = -math.inf
-        for replica, gauges in zip(replicas, self._gauges, strict=True):
-            self.view.attach(gauges=gauges)
+        for replica in replicas:
             prefix_news_of(replica.engine.scheduler)  # they keep note from now on
+        self.scaler: Autoscaler | None = None
+        if config.scaling is not None:
+            self.scaler = Autoscaler(config.scaling, self.view, replicas, idle, config.machine.cost)
+        else:
+            for _ in replicas:
+                self.view.attach(gauges=idle)
 
     def choose(self, request: Request, now_s: float) -> int:
         """The number of the replica that gets it. A client does not say how long the answer will be."""
@@ -60,17 +67,28 @@ class SimulatedFront:
         )
         choice = route(self.view, self._router, ask)
         assert choice is not None, "a simulated replica is always there"
+        if self.scaler is not None:
+            self.scaler.comes(now_s, request.num_prompt - choice.cached_tokens)
         return choice.engine
 
     def hear(self, until_s: float, advance: Callable[[float], None]) -> None:
-        """Take in the last report before `until_s`; `advance` brings all replicas to the time of it."""
+        """Take in the last report before `until_s`, and start and stop replicas; `advance` brings all of them to the
+        time of it."""
+        while self.scaler is not None and self.scaler.next_s <= until_s:
+            self._hear(self.scaler.next_s, advance)
+            self.scaler.ask()
+        self._hear(until_s, advance)
+        if self.scaler is not None:
+            self.scaler.pass_time(until_s)
+
+    def _hear(self, until_s: float, advance: Callable[[float], None]) -> None:
         due_s = math.floor(until_s / REPORT_S) * REPORT_S
         if due_s <= self._reported_s:
             return
         self._reported_s = due_s
         advance(due_s)
-        for number, replica in enumerate(self._replicas):
-            scheduler = replica.engine.scheduler
+        for number in self.view.state.nonzero()[0].tolist():
+            scheduler = self._replicas[number].engine.scheduler
             gauges = self._gauges[number] = gauges_of(scheduler, self._gauges[number])
             self.view.report(number, gauges, known=self.view.num_sent[number])
             news = prefix_news_of(scheduler)
