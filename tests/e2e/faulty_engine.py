@@ -1,7 +1,8 @@
 """The engine's process with faults that a test switches on while it runs; the program itself knows nothing of them.
 
 The file named by PACELINE_TEST_FAULT says what the model's next computation does: `raise N` (N times), `hang`, `exit`,
-`segv`, `slow SECONDS`, or nothing.
+`segv`, `slow SECONDS`, `poison TOKEN` (it ends the process as `exit` does, once a prompt with this token has come), or
+nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +39,23 @@ def strike() -> None:
 
 def load(*arguments: Any, **named: Any) -> Any:
     loaded = load_model(*arguments, **named)
+    add, poisoned = loaded.engine.add, []
+
+    def noting(tokens: Any, *more: Any, **options: Any) -> Any:
+        name, _, value = FAULT.read_text().partition(" ") if FAULT.exists() else ("", "", "")
+        if name == "poison" and int(value) in tokens:
+            poisoned.append(value)
+        return add(tokens, *more, **options)
+
+    patch.object(loaded.engine, "add", noting).start()
     from paceline.runner.native.step import NativeStep
 
     forward = NativeStep.forward
 
     def faulty(self: NativeStep, *inputs: Any) -> Any:
         strike()
+        if poisoned:
+            os._exit(3)
         return forward(self, *inputs)
 
     patch.object(NativeStep, "forward", faulty).start()
