@@ -25,9 +25,8 @@ class PrefixMap:
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # a bit for each engine
         self._held: dict[int, set[bytes]] = {}  # the same by engine
-        self._expected: dict[
-            bytes, int
-        ] = {}  # a small map beside the large one, so that a choice is quick to enter
+        # A small map beside the large one, so that a choice is quick to enter.
+        self._expected: dict[bytes, int] = {}
         # When an expectation ends, where, and of which keys; in order of time.
         self._ends: deque[tuple[float, int, list[bytes]]] = deque()
 

@@ -29,9 +29,8 @@ def test_sums_take_what_was_published(ranks: int, megabytes: float, published_us
 def test_a_sum_takes_the_shorter_of_two_ways() -> None:
     link = Link(name="slow", latency_s=1.0, bandwidth=1.0)
     assert link.sum_seconds(1.0, 4) == pytest.approx(1.0 + 3.0)  # each reads the parts of three others
-    assert link.sum_seconds(100.0, 4) == pytest.approx(
-        3.0 + 150.0
-    )  # each sums a quarter, all gather the rest
+    # Each sums a quarter, all gather the rest.
+    assert link.sum_seconds(100.0, 4) == pytest.approx(3.0 + 150.0)
     assert link.gather_seconds(100.0, 4) == pytest.approx(1.0 + 75.0)
     assert link.copy_seconds(5.0) == pytest.approx(6.0)
     assert link.sum_seconds(100.0, 1) == link.gather_seconds(100.0, 1) == link.sum_seconds(0.0, 4) == 0.0

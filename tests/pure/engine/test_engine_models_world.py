@@ -237,7 +237,7 @@ class World:
             self.counts["fetches"] += len(seen.plan.fetch.disk)
 
 
-@pytest.mark.parametrize("seed", first(3, (*SEEDS, *SHORT_OF_SLABS)))
+@pytest.mark.parametrize("seed", first(1, (*SEEDS, *SHORT_OF_SLABS)))
 def test_the_rules_hold_after_every_turn_and_every_request_is_answered(seed: int) -> None:
     world = World(seed)
     for _ in range(TURNS):

@@ -23,7 +23,7 @@ With --rate it looks for the settings with the most room below the SLO at that r
 running server and prints measured beside predicted times; with an admin key (PACELINE_ADMIN_KEY) it also names settings
 of the server that differ. Ctrl-C prints the best so far.
 
-  paceline tune --devices 8 --model llama-3.1-70b --slo ttft_p99=1s,itl_p99=50ms
+  paceline tune --devices 8 --model llama-3.1-70b --slo itl_p99=50ms
 
 --devices says into how many ranks and replicas they are best divided, with the settings as they are.
 """
