@@ -174,6 +174,13 @@ class FleetView:
         self._count(number, sent)
         self.prefixes.expect(number, ask.keys, ask.now_s, start=choice.cached_tokens // size)
 
+    def enter_move(self, number: int, tokens: int) -> None:
+        """A running request with so many tokens is on its way to this engine. It counts as one that was sent."""
+        sent = Sent(0, tokens, -(-tokens // self.block_tokens))
+        self.num_sent[number] += 1
+        self._on_way[number].append(sent)
+        self._count(number, sent)
+
     def withdraw(self, choice: Choice) -> None:
         """The last choice of this engine was not sent after all. One that the engine refuses is not withdrawn: its next
         report knows."""
