@@ -89,9 +89,9 @@ def test_balancing_comes_to_rest() -> None:
     total = 0
     for seed in range(20):
         draw = random.Random(seed)
-        counts = [draw.randrange(20, 60) for _ in range(4)]
+        counts = [draw.randrange(50, 60), *(draw.randrange(20, 60) for _ in range(3))]
         held = {100 * engine + at: engine for engine, count in enumerate(counts) for at in range(count)}
-        waiting = [300 if engine == 0 else 0 for engine in range(4)]
+        waiting = [2000, 0, 0, 0]
         balancer, moves = Balancer(quick), list[Move]()
         for second in range(60):
             view = FleetView(BLOCK)
@@ -99,7 +99,7 @@ def test_balancing_comes_to_rest() -> None:
                 count = sum(where == engine for where in held.values())
                 gauges = FULL._replace(waiting_tokens=waiting[engine], running_tokens=100 * count, rows=count)
                 view.attach(gauges=gauges._replace(free_blocks=600 - 10 * count))
-            running = [Movable(each, where, 100, 50.0) for each, where in held.items()]
+            running = [Movable(each, where, 100, 500.0) for each, where in held.items()]
             moves = balancer.choose(view, running, float(second))
             total += len(moves)
             for move in moves:
