@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 
     from paceline.models.files.open import Checkpoint
     from paceline.models.files.pooling_config import EmbeddingDefaults
-    from paceline.runner.parallel.lead import Followers
     from paceline.runner.stores.store_level import StoreLevel
     from paceline.text.tokenizer import Tokenizer
 
@@ -199,7 +198,6 @@ class LoadedModel:
     store_work: Callable[[], StoreWork] = lambda: NO_STORE_WORK  # of a disk
     place: ModelPlace = NOWHERE
     embedding: EmbeddingDefaults | None = None  # how texts become vectors; None: they do not
-    followers: Followers | None = None  # other ranks
 
 
 # Stage, parts that are done and of how many; 0 of 0: not known.
@@ -256,7 +254,7 @@ def load_model(
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
         built = _on_cpu(model, given, checkpoint, ends, drafts, (pulse, free), on_progress)
-    config, runner, hardware, notices, cpu_work, sleeper, adapter_memory, disk, place, followers = built
+    config, runner, hardware, notices, cpu_work, sleeper, adapter_memory, disk, place = built
     engine = build_engine(
         config,
         runner,
@@ -267,7 +265,7 @@ def load_model(
         make_adapters=partial(first_adapters, model, checkpoint.spec, adapter_memory),
     )
     engine.ends = tuple(ends)
-    notices += _attach(engine, disk, followers)
+    notices += _attach(engine, disk, sleeper)
     return LoadedModel(
         engine=engine,
         config=config,
@@ -282,14 +280,12 @@ def load_model(
         sleeper=sleeper,
         place=place,
         embedding=checkpoint.pooled(model.pooling),
-        followers=followers,
     )
 
 
-def _attach(engine: Engine, disk: StoreLevel | None, followers: Followers | None) -> tuple[str, ...]:
+def _attach(engine: Engine, disk: StoreLevel | None, sleeper: Sleeper) -> tuple[str, ...]:
     """What an engine has beside its runner, which ends with it; returns notices."""
-    if followers is not None:
-        engine.on_close = followers.close
+    engine.on_close = getattr(sleeper, "close", engine.on_close)  # of other ranks
     if disk is None:
         return ()
     engine.on_close = disk.close
@@ -309,7 +305,6 @@ class Built(NamedTuple):
     adapters: AdapterMemory | None = None
     disk: StoreLevel | None = None
     place: ModelPlace = NOWHERE
-    followers: Followers | None = None
 
 
 def _on_cpu(
@@ -372,8 +367,7 @@ def _on_cpu(
         prices = PreemptionCosts(token_s=token_s, block_s=block_s, step_s=step_s)
         config = with_costs(config, prices if disk is None else disk.with_rates(prices))
     adapters = sleeper if model.has_adapters else None
-    parts = (config, runner, hardware, backend.notices, sleeper.work, sleeper, adapters, disk)
-    return Built(*parts, followers=backend.followers)
+    return Built(config, runner, hardware, backend.notices, sleeper.work, sleeper, adapters, disk)
 
 
 def _on_gpu(

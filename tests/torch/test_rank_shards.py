@@ -80,7 +80,7 @@ def test_two_ranks_compute_what_one_does(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("around", OTHER, ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+@pytest.mark.parametrize("architecture", ["mixtral"])
 def test_at_two_ranks_bits_do_not_depend_on_what_happens_around(
     architecture: str, around: Circumstances
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, SamplingParams
+from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.core.structure import Structure
 from paceline.errors import ConfigError, EngineFailed
 from paceline.runner.parallel.wire import encode
@@ -34,6 +35,10 @@ ASKED = [
 
 def opened(folder: Path, size: int, **more: Any) -> LLM:
     return LLM(str(folder), tensor_parallel_size=size, **{**RANKED, **more})
+
+
+def followers_of(llm: LLM) -> Any:
+    return llm.loaded.sleeper._weights.followers  # type: ignore[attr-defined]
 
 
 def answers(llm: LLM) -> tuple[list[Any], list[bytes]]:
@@ -80,7 +85,8 @@ def test_the_start_says_how_many_ranks_there_are_and_what_computes(ranked: LLM) 
     assert any("native CPU kernels know no ranks" in notice for notice in ranked.loaded.notices)
 
 
-def test_drafts_are_the_same_on_every_rank_and_followers_end_with_a_closed_model(folder: Path) -> None:
+@pytest.mark.campaign
+def test_drafts_are_the_same_on_every_rank(folder: Path) -> None:
     options = {"speculative_config": "ngram", "max_num_seqs": 4}
     words = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)] * 2
     with opened(folder, 1, **options) as llm:
@@ -92,10 +98,24 @@ def test_drafts_are_the_same_on_every_rank_and_followers_end_with_a_closed_model
             each.outputs[0].token_ids for each in llm.generate(["a b a b a b a"] * 2, words, use_tqdm=False)
         ]
         assert llm.loaded.engine.scheduler.state.counters.draft_tokens > 0
-        assert llm.loaded.followers is not None
-        pids = llm.loaded.followers.pids
-        assert not any(map(is_gone, pids))
     assert found == plain
+
+
+@pytest.mark.campaign
+def test_a_model_on_ranks_sleeps_and_wakes(folder: Path) -> None:
+    with opened(folder, 2) as llm:
+        engine, sleeper, pids = llm.loaded.engine, llm.loaded.sleeper, followers_of(llm).pids
+        before = llm.generate(PROMPTS[:2], ASKED[:2], use_tqdm=False)
+        for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
+            engine.sleep(levels_lost=sleeper.levels_lost)
+            sleeper.let_go(level)
+            assert all(map(is_gone, pids)) == (level == WEIGHTS_DROPPED)
+            engine.wake(sleeper.open())
+            after = llm.generate(PROMPTS[:2], ASKED[:2], use_tqdm=False)
+            assert [each.outputs[0].token_ids for each in after] == [
+                each.outputs[0].token_ids for each in before
+            ]
+        pids = followers_of(llm).pids
     assert all(map(is_gone, pids)), "a follower outlives its model"
 
 
@@ -107,28 +127,17 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_a_rank_that_is_killed_ends_the_engine_with_every_request_answered(folder: Path) -> None:
-    with opened(folder, 2) as llm:
-        followers = llm.loaded.followers
-        assert followers is not None
-        (pid,) = followers.pids
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineFailed):
-            llm.generate(PROMPTS, ASKED[0], use_tqdm=False)
-        assert followers.lost == "rank 1 was ended by signal 9"
-        assert is_gone(pid)
-
-
 LEAD = """
 import sys, time
 from paceline import LLM
 llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", device="cpu", num_blocks=24, max_num_seqs=2)
-print(*llm.loaded.followers.pids, flush=True)
+print(*llm.loaded.sleeper._weights.followers.pids, flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_followers_end_with_a_lead_that_is_killed(folder: Path, number: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LEAD, str(folder)], stdout=subprocess.PIPE, text=True
@@ -160,3 +169,14 @@ def test_a_follower_that_cannot_load_its_part_is_told_of(
     )
     with pytest.raises(ConfigError, match="a rank could not load"):
         opened(folder, 2)
+
+
+def test_a_rank_that_is_killed_ends_the_engine_with_every_request_answered(ranked: LLM) -> None:
+    """The last test of this module that needs both ranks alive."""
+    followers = followers_of(ranked)
+    (pid,) = followers.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineFailed):
+        ranked.generate(PROMPTS, ASKED[0], use_tqdm=False)
+    assert followers.lost == "rank 1 was ended by signal 9"
+    assert is_gone(pid)

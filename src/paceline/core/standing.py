@@ -42,10 +42,12 @@ class Pulse:
     engine decides what to do with it. A part that hangs gives no beat, so that silence still means that nothing moves.
     `on_beat` must be cheap and must not raise: it is called for every layer of every step."""
 
-    __slots__ = ("on_beat",)
+    __slots__ = ("on_beat", "on_lost")
 
     def __init__(self) -> None:
         self.on_beat: Callable[[], None] | None = None
+        # No step can be computed any more, and one under way may hang: why. Called by any thread.
+        self.on_lost: Callable[[str], None] | None = None
 
     def beat(self) -> None:
         if self.on_beat is not None:

@@ -102,8 +102,7 @@ def _load(
             if configure.further:  # which of them
                 error.args = (f"{name}: {error}", *error.args[1:])
             raise
-        if loaded.followers is not None:
-            loaded.followers.on_lost = _end_at_once
+        loaded.pulse.on_lost = _end_at_once
         models.append(loaded)
         info = _info(loaded, time.monotonic() - started_s)
         blending = _blending(model, loaded, partial(tell, "measuring what blending keeps"))

@@ -570,11 +570,14 @@ class CPUSleeper(Generic[Weights]):
             self._runner.close()
             self._runner = None
         if level >= WEIGHTS_DROPPED:
-            getattr(self._weights, "close", lambda: None)()
+            self.close()
             self._weights = None
             gc.collect()
             with suppress(AttributeError):  # of glibc: what reading weights took goes back to the system
                 ctypes.CDLL(None).malloc_trim(0)
+
+    def close(self) -> None:  # other ranks end
+        getattr(self._weights, "close", lambda: None)()
 
     # As the memory of adapters, whichever runner there is. A model that sleeps has none of them.
 

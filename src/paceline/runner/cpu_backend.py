@@ -222,7 +222,7 @@ def _torch_ranks(
     from paceline.runner.workers import Workers
 
     pulse, free = life
-    followers = Followers(model, checkpoint.path, model.tensor_parallel_size, free.most)
+    followers = Followers(model, checkpoint.path, model.tensor_parallel_size, free.most, pulse)
     try:
         decoder = lead_decoder(checkpoint, followers, note)
     except BaseException:

@@ -7,17 +7,22 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from paceline.cli.serve.view import _kernels
 from paceline.config.engine import ModelConfig
+from paceline.config.model_set import ModelShare
 from paceline.config.speculative import DraftConfig
 from paceline.core.guide import Guide
 from paceline.core.plan import EMPTY, StepResult, i32
 from paceline.errors import ConfigError
 from paceline.models.files.open import Checkpoint, open_checkpoint
+from paceline.process.engine_main import _load
+from paceline.process.frames import Configure, FurtherModel
 from paceline.runner.parallel.lead import DONE, LeadPending, RankLost, ToldGuide, checksum_of
 from paceline.runner.parallel.limits import check_ranks
 from paceline.runner.parallel.link import Kind, Link, LinkClosed, watch
@@ -209,3 +214,15 @@ def test_a_model_that_sees_pictures_has_one_rank(checkpoint: Checkpoint) -> None
     seeing = replace(checkpoint, spec=replace(checkpoint.spec, vision=checkpoint.spec))
     with pytest.raises(ConfigError, match="sees pictures"):
         check(seeing)
+
+
+def test_several_models_have_one_rank_each() -> None:
+    further = FurtherModel(ModelConfig(tensor_parallel_size=2), {}, ModelShare())
+    configure = Configure(ModelConfig(), {}, 0.1, 0.1, 1 << 20, further=[further])
+    with pytest.raises(ConfigError, match="does not go with several models"):
+        _load(configure, lambda stage, done, total: None)
+
+
+def test_the_start_names_the_ranks() -> None:
+    info = SimpleNamespace(runner={"name": "torch", "ranks": 3, "threads": 1})
+    assert _kernels(info) == [("ranks", "3 processes with a part of each layer, 1 thread each")]  # type: ignore[arg-type]

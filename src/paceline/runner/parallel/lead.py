@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from paceline.config.engine import EngineConfig, ModelConfig
 from paceline.core.counters import CPUWork
 from paceline.core.guide import Guide, Mask
 from paceline.core.plan import Pending, StepPlan, StepResult
+from paceline.core.standing import Pulse
 from paceline.errors import ConfigError
 from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
@@ -52,9 +53,9 @@ class RankLost(RuntimeError):
 class Followers:
     """The other ranks of a model, as processes of this machine."""
 
-    def __init__(self, model: ModelConfig, path: Path, size: int, threads: int) -> None:
+    def __init__(self, model: ModelConfig, path: Path, size: int, threads: int, pulse: Pulse) -> None:
         self.size = size
-        self.on_lost: Callable[[str], None] = lambda reason: None  # called by another thread
+        self._pulse = pulse
         self.lost = ""  # why no step can be computed any more
         self.last_failure = ""
         self._memory = 0
@@ -192,7 +193,8 @@ class Followers:
             for process in self._processes:
                 with suppress(OSError):
                     process.kill()
-            self.on_lost(reason)
+            if self._pulse.on_lost is not None:
+                self._pulse.on_lost(reason)
         return RankLost(self.lost or reason)
 
 
