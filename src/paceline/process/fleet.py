@@ -38,7 +38,8 @@ from paceline.process.client import (
     PolicyChange,
     Steering,
 )
-from paceline.process.fleet_figures import joint_info, joint_stats
+from paceline.process.fleet_figures import Totals, joint_info, joint_stats
+from paceline.process.fleet_prefixes import FleetPrefixes
 from paceline.process.fleet_stream import FINAL, Asked, FleetStream
 from paceline.process.fleet_ways import Ways
 from paceline.process.questions import Numbers
@@ -99,6 +100,8 @@ class Fleet:
         self._numbers = numbers
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
         self._ways = Ways()
+        self._prefixes = FleetPrefixes(self.view.prefixes, len(engines))
+        self._totals = [Totals() for _ in engines]  # over the lives of each
         self._refused: dict[bytes, float] = {}  # prompts that are refused, and until when
         self._steered: list[tuple[DialSetting | None, PolicyChange | None]] = []
         self._tasks: set[asyncio.Future[None]] = set()
@@ -124,7 +127,8 @@ class Fleet:
 
     @property
     def stats(self) -> EngineStats:
-        return joint_stats([member.engine.stats for member in self.members])
+        pairs = zip(self._totals, self.members, strict=True)
+        return joint_stats([totals.of(member.engine.stats) for totals, member in pairs])
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -253,11 +257,12 @@ class Fleet:
         parts: PromptParts = PLAIN,
     ) -> Forecast | None:
         self._look()
-        ask = self._ask(tokens, sampling.max_tokens, tenant)
+        name = self._adapter_name(adapter)
+        ask = self._ask(tokens, sampling.max_tokens, f"{tenant} {name}", parts)
         if not len(self.view.candidates(ask)):
             raise EngineUnavailable("no engine answers at the moment; try again later")
         engine = self.members[self._router.choose(self.view, ask).engine].engine
-        number = self._adapter_at(engine, self._adapter_name(adapter))
+        number = self._adapter_at(engine, name)
         return await engine.forecast(
             tokens,
             sampling,
@@ -275,11 +280,14 @@ class Fleet:
             engine, number = member.engine, member.number
             seen = Seen.DRAINING if member.is_draining else _SEEN[engine.state]
             if self.view.state[number] != seen:
+                if seen is Seen.LOST:
+                    self._prefixes.forget(number)
                 self.view.set_state(number, seen)
                 if seen is Seen.READY:
                     self._is_back(member)
             if seen is Seen.READY and engine.stats is not member.stats:
                 member.stats = engine.stats
+                self._totals[number].of(engine.stats)
                 self.view.report(number, self._priced(member.stats.load), known=self.view.num_sent[number])
 
     def _priced(self, load: Gauges) -> Gauges:
@@ -309,16 +317,15 @@ class Fleet:
         except PacelineError as error:
             _logger.warning("an engine has missed a change: %s", error)
 
-    def _ask(self, tokens: Sequence[int], max_tokens: int, tenant: str) -> Ask:
-        """Requests that begin alike belong together."""
-        beginning = np.array(tokens[: self.view.block_tokens], np.int64).tobytes()
-        session = hashlib.blake2b(tenant.encode() + beginning, digest_size=8).digest()
+    def _ask(self, tokens: Sequence[int], max_tokens: int, tenant: str, parts: PromptParts = PLAIN) -> Ask:
+        """What a router is told of a request."""
+        keys = () if parts.media else self._prefixes.keys(tokens, self.view.block_tokens, tenant)
         return Ask(
             now_s=time.monotonic(),
             num_prompt=len(tokens),
             max_tokens=max_tokens,
             tenant=tenant,
-            session=session,
+            keys=keys,
         )
 
     def _place(self, stream: FleetStream) -> bool:
@@ -329,7 +336,8 @@ class Fleet:
         self._look()
         begun = stream.begun
         known = max(map(len, stream.outputs), default=0)
-        ask = self._ask(asked.tokens, asked.sampling.max_tokens - known, asked.more["tenant"])
+        tenant, parts = asked.more["tenant"], asked.more["parts"]
+        ask = self._ask(asked.tokens, asked.sampling.max_tokens - known, f"{tenant} {asked.adapter}", parts)
         ask = ask._replace(
             num_prompt=len(asked.tokens) + known,
             has_begun=begun is not None,
@@ -357,7 +365,7 @@ class Fleet:
             except PacelineError:
                 self.view.withdraw(choice)
                 raise
-            stream.fingerprint = engine.info.fingerprint
+            stream.fingerprint, stream.keys = engine.info.fingerprint, ask.keys
             stream.go_on(choice.engine, inner)
             self._note_choice(stream, choice, inner.first, ask.now_s)
             return True
@@ -434,6 +442,12 @@ class Fleet:
     def _follow(self, stream: FleetStream) -> None:
         for number in range(stream.first, stream.first + stream.count):
             self._streams[number] = stream
+
+    def has_read(self, stream: FleetStream) -> None:
+        """Its first token is there: its prompt is in the cache of its engine."""
+        self._prefixes.was_read(
+            stream.engine, stream.keys, self.members[stream.engine].engine.info.usable_blocks
+        )
 
     def forget(self, stream: FleetStream) -> None:
         for number in range(stream.first, stream.first + stream.count):

@@ -15,6 +15,41 @@ from paceline.process.client import EngineInfo, EngineStats
 _FIRST = frozenset(("dial", "draft_width", "draft_gain", "standing", "sleep_level", "last_wake_s", "load"))
 
 
+# Fields of `EngineStats` that count from the start of an engine.
+_TOTALS = (
+    "steps",
+    "busy_s",
+    "counters",
+    "violations",
+    "rejected_frames",
+    "watch_cpu_s",
+    "cpu_s",
+    "wakes",
+    "sleeps",
+)
+
+
+class Totals:
+    """Of one engine over all its lives: an engine that is started again counts from 0, and totals never fall."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}  # of lives that are over
+        self._last = EngineStats()
+
+    def of(self, stats: EngineStats) -> EngineStats:
+        """The figures of this moment, with the totals of all lives."""
+        if stats.steps < self._last.steps:
+            ended = {name: getattr(self._last, name) for name in _TOTALS}
+            ended["counters"] = replace(ended["counters"], holding=0)  # which is a gauge
+            self._before = added([self._before, ended]) if self._before else ended
+        self._last = stats
+        if not self._before:
+            return stats
+        return replace(
+            stats, **{name: added([getattr(stats, name), total]) for name, total in self._before.items()}
+        )
+
+
 def joint_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     """A request must fit into any of them; what they hold is added."""
     first = infos[0]

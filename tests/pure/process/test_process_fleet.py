@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.config.server import FleetConfig, ProcessConfig
+from paceline.core.counters import Counters
 from paceline.core.events import Decision, DecisionKind, Finished, LogprobEvent, Rule
 from paceline.core.plan import RowLogprobs
 from paceline.core.request import Change, ChangeOutcome, FinishReason, RequestId
@@ -20,7 +21,9 @@ from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import BranchUpdate, EngineState, EngineStats, EngineUnavailable, Explanation
 from paceline.process.fleet import Fleet
+from paceline.process.fleet_prefixes import FleetPrefixes
 from paceline.process.questions import Numbers
+from paceline.routing.prefix_map import PrefixMap
 from tests.fake_engine import engine_info, finished
 
 PROMPT = [5, 6, 7]
@@ -354,6 +357,65 @@ def test_figures_are_sums_and_limits_are_those_of_the_smallest() -> None:
     stats, info = fleet.stats, fleet.info
     assert (stats.running, stats.blocks_used, stats.next_place_s) == (3, 4, 4.0)
     assert (info.max_model_len, info.max_num_seqs, info.usable_blocks) == (32, 8, 14)
+
+
+def test_totals_do_not_fall_when_an_engine_is_started_again() -> None:
+    fleet, (one, other) = fleet_of(2)
+
+    def say(engine: FakeEngine, steps: int) -> None:
+        counters = Counters(preempted=steps, preempted_by={"blocks:swap": steps}, holding=1)
+        engine.client.on_update(
+            frames.Update(1.0, stats=EngineStats(steps=steps, running=1, counters=counters))
+        )
+
+    say(one, 7)
+    say(other, 5)
+    assert (fleet.stats.steps, fleet.stats.running) == (12, 2)
+    one.die()
+    assert (fleet.stats.steps, fleet.stats.running) == (12, 1)
+    one.start()
+    say(one, 2)
+    stats = fleet.stats
+    assert (stats.steps, stats.counters.preempted, stats.counters.preempted_by) == (
+        14,
+        14,
+        {"blocks:swap": 14},
+    )
+    assert (stats.running, stats.counters.holding) == (2, 2)
+
+
+def test_a_prompt_goes_where_its_beginning_was_read_and_nowhere_once_that_engine_is_lost() -> None:
+    async def test() -> None:
+        fleet, engines = fleet_of(3, router="prefix-aware")
+        prompts = [[100 * number + each for each in range(64)] for number in range(3)]
+        places = []
+        for prompt in prompts:
+            stream = fleet.submit(prompt, SAMPLING, tenant="a")
+            places.append(stream.engine)  # type: ignore[attr-defined]
+            engines[places[-1]].tell((0, 1))
+            await stream.take()
+        assert sorted(places) == [0, 1, 2], "each was the least loaded in turn"
+        fleet.view.prefixes.pass_time(1e12)  # what was only expected is forgotten
+        for prompt, place in zip(prompts, places, strict=True):
+            again = fleet.submit([*prompt, 9, 9], SAMPLING, tenant="a")
+            assert again.engine == place  # type: ignore[attr-defined]
+        assert fleet.routed["prefix"] == 3
+        other_tenants = fleet.submit(prompts[0], SAMPLING, tenant="b")
+        engines[places[1]].die()
+        fleet.submit(prompts[1], SAMPLING, tenant="a")
+        assert fleet.routed["prefix"] == 3 and other_tenants is not None
+
+    run(test())
+
+
+def test_blocks_that_an_engine_has_no_room_for_are_not_expected_there() -> None:
+    known = PrefixMap()
+    prefixes = FleetPrefixes(known, 1)
+    first, second = (prefixes.keys([number] * 64, 16, "a") for number in range(2))
+    prefixes.was_read(0, first, 6)
+    prefixes.was_read(0, second, 6)
+    assert [known.blocks_held(keys, 1).tolist() for keys in (first, second)] == [[2], [4]]
+    assert prefixes.keys([0] * 64, 16, "b") != first
 
 
 def test_logprobs_of_what_is_known_are_not_asked_for_again() -> None:
