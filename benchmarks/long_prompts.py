@@ -125,6 +125,7 @@ class Seen:
 def on_a_server(folder: str, load: Load, options: Sequence[str] = ()) -> Iterator[Found]:
     """The long prompt alone, then with streams and short prompts beside it, and these without it."""
     own = ["--model", folder, "--load-format", "dummy", "--served-model-name", "m"]
+    own += ["--queue-timeout", "3600", "--request-timeout", "3600"]  # on a CPU it takes minutes
     with served([*own, "--max-model-len", str(load.tokens + 8), *options]) as running:
         yield from asyncio.run(_offered(running.port, load))
 
@@ -141,7 +142,8 @@ async def _offered(port: int, load: Load) -> list[Found]:
         found, last_s = [], time.perf_counter()
         async with streamed(port, "/v1/completions", body(tokens, output)) as answer:
             assert answer.status == 200, f"a prompt of {tokens} tokens: {answer.status}"
-            async for _ in answer.events:
+            async for event in answer.events:
+                assert not event.startswith(b'{"error"'), f"a prompt of {tokens} tokens: {event.decode()}"
                 now_s = time.perf_counter()
                 found.append(now_s - last_s)
                 if output == STREAM[1] and len(found) > 1:
