@@ -10,8 +10,10 @@ from paceline.routing.view import Gauges
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.step.pace import ExpectedRoom
 
+NO_SPEED = Gauges(prefill_per_s=0.0)  # of an engine that has made no steps yet
 
-def gauges_of(scheduler: Scheduler, before: Gauges) -> Gauges:
+
+def gauges_of(scheduler: Scheduler, before: Gauges = NO_SPEED) -> Gauges:
     """What a front chooses by. Speeds that are not known yet are those of `before`, the last ones."""
     room = ExpectedRoom(scheduler.state, scheduler.composer.pace)
     return scheduler.forecaster.gauges(room, before)

@@ -29,6 +29,7 @@ from paceline.core.standing import Standing
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
+from paceline.engine.reports import gauges_of
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
@@ -36,7 +37,6 @@ from paceline.process import frames
 from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
 from paceline.process.live_view import LiveView
-from paceline.process.load_gauges import gauges_of
 from paceline.process.outbox import Outbox
 from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
