@@ -234,9 +234,9 @@ def test_a_request_too_many_is_a_rate_limit_and_a_retry_gets_through(server: Cli
 
         def note(response: httpx2.Response) -> None:
             statuses.append(response.status_code)
-            # The place is free at once, not when the answer would have ended.
-            response.headers["retry-after"] = "1"
             held.close()
+            # The place is free at once, not when the answer would have ended. The client believes milliseconds first.
+            response.headers.update({"retry-after": "1", "retry-after-ms": "1000"})
 
         hooked = anthropic.DefaultHttpxClient(event_hooks={"response": [note]})
         with Anthropic(base_url=server.url, api_key=NARROW_KEY, max_retries=5, http_client=hooked) as patient:
