@@ -78,7 +78,7 @@ def open_service(
     from paceline.models.files.fetch import resolve
     from paceline.models.files.open import open_checkpoint
     from paceline.models.media.pictures import open_pictures
-    from paceline.server.api.limits import SERVER_LIMITS
+    from paceline.server.api.route import SERVER_LIMITS
     from paceline.server.generate.served_model import ServedModel, ServiceSettings
     from paceline.server.generate.service import Service
     from paceline.text.tokenizer import Tokenizer

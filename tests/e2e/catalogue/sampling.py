@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.core.sampling import MAX_OBJECTIVE_MS
 from paceline.server.api.anthropic import messages_table
-from paceline.server.api.limits import SERVER_LIMITS
 from paceline.server.api.openai_fields import chat_table, completions_table
 from paceline.server.api.responses import responses_table
+from paceline.server.api.route import SERVER_LIMITS
 from tests.e2e.catalogue.entry import (
     CHAT,
     COMPLETIONS,

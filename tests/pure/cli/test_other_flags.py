@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from paceline.cli.serve.flags import SERVE
-from paceline.cli.serve.other_flags import INSTEAD
+from paceline.cli.serve.flags import INSTEAD, SERVE
 from paceline.errors import InputError
 
 

@@ -154,7 +154,7 @@ def test_every_route_is_described() -> None:
 
 def test_lowered_limits_hold() -> None:
     from paceline.errors import ConfigError
-    from paceline.server.api.limits import SERVER_LIMITS
+    from paceline.server.api.route import SERVER_LIMITS
 
     api = Api(limits=SERVER_LIMITS.lowered(branches=2, stops=1))
     assert refusal(api, CHAT, {**GOOD[CHAT], "n": 3}) == (400, VALUE, "n")

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config.options import flag_of
 from paceline.config.server import ApiConfig, BatchConfig, ServerConfig
-from paceline.server.api.limits import SERVER_LIMITS
+from paceline.server.api.route import SERVER_LIMITS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "reference" / "limits.md").read_text(encoding="utf-8")

@@ -24,11 +24,11 @@ from paceline.llm.offline import Submission, run_requests
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.pairs import TextPair
 from paceline.llm.prompts import PreparedRequest
-from paceline.server.api.limits import OWN_LIMITS
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_body
 from paceline.server.api.openai_responses import chat_body, completion_body, error_body
 from paceline.server.api.pooled_routes import IN_BATCHES, pooled_forms
+from paceline.server.api.route import OWN_LIMITS
 from paceline.server.errors import UnknownModel, UnsupportedRoute
 from paceline.server.generate.generation import Usage
 from paceline.server.generate.pooled import prepare_inputs

@@ -29,7 +29,6 @@ from paceline.server.api.fields import (
     without_effect,
 )
 from paceline.server.api.generation_route import GenerationRoute, PartsWriter, read_body
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     LARGEST,
     anthropic_tool_fields,
@@ -50,7 +49,7 @@ from paceline.server.api.openai_requests import (
     without_idle_tools,
 )
 from paceline.server.api.openai_responses import with_receipt
-from paceline.server.api.route import ANTHROPIC_ERRORS, Route, described
+from paceline.server.api.route import ANTHROPIC_ERRORS, RequestLimits, Route, described
 from paceline.server.call import Answer, Call
 from paceline.server.errors import anthropic_body, problem_of
 from paceline.server.generate.generation import Generation, Usage

@@ -23,9 +23,8 @@ from paceline.server.api.fields import (
     text,
     whole_of,
 )
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import metadata_kind
-from paceline.server.api.route import Route, described
+from paceline.server.api.route import RequestLimits, Route, described
 from paceline.server.batches.batch_records import (
     CANCELLED,
     CANCELLING,

@@ -33,10 +33,9 @@ from paceline.server.api.fields import (
     text,
     whole,
 )
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import LARGEST, messages_kind, model_field, template_fields
 from paceline.server.api.openai_requests import ParsedBody, check_caller, checked_model, template_options
-from paceline.server.api.route import Route, described
+from paceline.server.api.route import RequestLimits, Route, described
 from paceline.server.call import Answer, Call, Download, Events
 from paceline.server.errors import UnknownModel, UnknownRequestId, UnsupportedRoute
 from paceline.server.generate.served_model import ServedModel

@@ -29,7 +29,7 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.limits import OWN_LIMITS, RequestLimits
+from paceline.server.api.route import OWN_LIMITS, RequestLimits
 from paceline.text.dialect import DEFAULT_THINKING, Thinking
 from paceline.text.tools.use import MAX_TOOLS
 

@@ -21,7 +21,6 @@ from paceline.llm.search import Search, make_search
 from paceline.models.files.sampling_defaults import GenerationDefaults, chat_sampling, default_sampling
 from paceline.server.access.caller import Caller
 from paceline.server.api.fields import FieldTable, GivenFields
-from paceline.server.api.limits import OWN_LIMITS, RequestLimits
 from paceline.server.api.openai_fields import (
     CHAT,
     COMPLETIONS,
@@ -32,6 +31,7 @@ from paceline.server.api.openai_fields import (
     completions_table,
     read_thinking,
 )
+from paceline.server.api.route import OWN_LIMITS, RequestLimits
 from paceline.server.api.structures import structure_field, structure_of
 from paceline.server.billing.pricing import decimal_of
 from paceline.server.errors import UnknownModel, UnsupportedParameter

@@ -30,7 +30,6 @@ from paceline.server.api.fields import (
     whole,
     without_effect,
 )
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import PROMPT_MUST, TOKEN_IDS, salt_field, service_level_fields
 from paceline.server.api.openai_requests import (
     ModelFacts,
@@ -40,6 +39,7 @@ from paceline.server.api.openai_requests import (
     read_prompts,
 )
 from paceline.server.api.openai_responses import Json, with_receipt
+from paceline.server.api.route import RequestLimits
 from paceline.server.errors import UnsupportedRoute
 from paceline.server.generate.generation import Usage
 

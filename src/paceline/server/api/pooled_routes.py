@@ -8,10 +8,9 @@ from typing import Any
 from paceline.llm.outputs import RequestOutput
 from paceline.llm.pairs import PooledModel
 from paceline.server.api.generation_route import GenerationRoute
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_requests import ParsedBody
 from paceline.server.api.pooled_forms import EMBED, EMBEDDINGS, OpenAIEmbeddings, PooledForm, TeiEmbeddings
-from paceline.server.api.route import Route, described
+from paceline.server.api.route import RequestLimits, Route, described
 from paceline.server.api.scoring_forms import (
     PREDICT,
     RERANK,

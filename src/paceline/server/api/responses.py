@@ -23,7 +23,6 @@ from paceline.server.api.fields import (
     without_effect,
 )
 from paceline.server.api.generation_route import GenerationRoute, PartsWriter
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_fields import (
     EFFORTS,
     LARGEST,
@@ -44,7 +43,7 @@ from paceline.server.api.openai_requests import (
     without_idle_tools,
 )
 from paceline.server.api.openai_responses import prompt_details, with_receipt
-from paceline.server.api.route import Route, described
+from paceline.server.api.route import RequestLimits, Route, described
 from paceline.server.call import Call
 from paceline.server.errors import UnsupportedParameter, problem_of
 from paceline.server.generate.generation import Generation, Usage

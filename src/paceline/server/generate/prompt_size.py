@@ -12,8 +12,8 @@ from paceline.core.blend_quality import Blending
 from paceline.errors import InvalidRequest, UnsupportedModality
 from paceline.llm.pairs import PooledInput, TextPair
 from paceline.models.media.sources import PARTS
-from paceline.server.api.limits import RequestLimits
 from paceline.server.api.openai_requests import ParsedBody, PooledBody
+from paceline.server.api.route import RequestLimits
 from paceline.server.errors import BlendUnavailable, ContextTooLong
 from paceline.text.messages import TEXT_PARTS
 

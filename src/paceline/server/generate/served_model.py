@@ -9,7 +9,7 @@ from paceline.llm.pairs import PooledModel
 from paceline.models.files.pooling_config import EmbeddingDefaults
 from paceline.models.files.sampling_defaults import GenerationDefaults
 from paceline.models.media.pictures import PictureReader
-from paceline.server.api.limits import SERVER_LIMITS, RequestLimits
+from paceline.server.api.route import SERVER_LIMITS, RequestLimits
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools.formats import AUTO
 
