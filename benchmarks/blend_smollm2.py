@@ -26,7 +26,7 @@ from paceline.engine.engine import Engine
 from paceline.runner.blending import measure_blending
 from paceline.runner.cpu import CPUSleeper
 from paceline.runner.cpu_backend import CPUBackend
-from paceline.text.passages import Asked, passage_prompts
+from paceline.text.passages import PassageQuestion, passage_prompts
 from paceline.text.tokenizer import Tokenizer
 
 PASSAGES, TOKENS, ANSWER = 4, 160, 64
@@ -34,7 +34,7 @@ EXACT, BLEND = "exact", "blend"
 bench = Benchmark(__doc__)
 
 
-def read(path: Path, count: int) -> list[tuple[Asked, list[str]]]:
+def read(path: Path, count: int) -> list[tuple[PassageQuestion, list[str]]]:
     """Questions with their passages, and what an answer may hold."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -44,7 +44,7 @@ def read(path: Path, count: int) -> list[tuple[Asked, list[str]]]:
             references = [
                 one for each in entry["reference"] for one in (each if isinstance(each, list) else [each])
             ]
-            found.append((Asked(tuple(passages[:PASSAGES]), question), references))
+            found.append((PassageQuestion(tuple(passages[:PASSAGES]), question), references))
     return found[:count]
 
 

@@ -34,7 +34,7 @@ from paceline.models.spec import ModelSpec
 from paceline.runner.cpu import CPURunner, StepCompute
 
 if TYPE_CHECKING:
-    from paceline.text.passages import Asked
+    from paceline.text.passages import PassageQuestion
     from paceline.text.tokenizer import Tokenizer
 
 Floats = NDArray[np.float64]
@@ -70,7 +70,7 @@ def blending_of(
     config: EngineConfig,
     make_step: MakeStep | None,
     tokenizer: Tokenizer | None,
-    asked: Sequence[Asked] = (),
+    asked: Sequence[PassageQuestion] = (),
     on_prompt: OnPrompt = lambda done, of: None,
 ) -> Blending:
     """Of a loaded model. Measured on what is asked, or on a few prompts of our own where the model is to be offered;

@@ -21,7 +21,7 @@ BEFORE = "Answer the question from these passages."
 MOST_PROMPTS, MOST_BYTES = 1000, 64 * 2**20
 
 
-class Asked(NamedTuple):
+class PassageQuestion(NamedTuple):
     """A question, and passages that stand before it."""
 
     passages: tuple[str, ...]
@@ -76,17 +76,17 @@ _QUESTIONS = (
 SMALL = 4  # questions at a server's start
 
 
-def built_in(count: int = len(_QUESTIONS)) -> list[Asked]:
+def built_in(count: int = len(_QUESTIONS)) -> list[PassageQuestion]:
     """The passage with the answer stands in another place each time."""
     found = []
     for number, (answer, question) in enumerate(_QUESTIONS[:count]):
         first = answer - number % 4
         passages = tuple(_PASSAGES[(first + place) % len(_PASSAGES)] for place in range(4))
-        found.append(Asked(passages, question))
+        found.append(PassageQuestion(passages, question))
     return found
 
 
-def read_asked(path: Path) -> list[Asked]:
+def read_asked(path: Path) -> list[PassageQuestion]:
     """Lines of JSON, each with `passages`, a list of texts, and `question`. Raises InputError."""
     try:
         data = path.read_bytes()
@@ -108,14 +108,14 @@ def read_asked(path: Path) -> list[Asked]:
             raise InputError(
                 f"{path}, line {number}: must be an object with passages, a list of texts, and question, a text"
             )
-        found.append(Asked(tuple(passages), question))
+        found.append(PassageQuestion(tuple(passages), question))
     if not 0 < len(found) <= MOST_PROMPTS:
         raise InputError(f"{path} has {len(found)} prompts; 1 to {MOST_PROMPTS} are taken")
     return found
 
 
 def passage_prompts(
-    tokenizer: Tokenizer, asked: Sequence[Asked], longest: int, before: str = BEFORE
+    tokenizer: Tokenizer, asked: Sequence[PassageQuestion], longest: int, before: str = BEFORE
 ) -> list[PassagePrompt]:
     """As conversations where the model has a template for them; passages are cut so that each prompt fits `longest`."""
     template = ChatTemplate.for_tokenizer(tokenizer) if tokenizer.chat_template else None
@@ -123,7 +123,7 @@ def passage_prompts(
 
 
 def _prompt(
-    tokenizer: Tokenizer, template: ChatTemplate | None, asked: Asked, longest: int, before: str
+    tokenizer: Tokenizer, template: ChatTemplate | None, asked: PassageQuestion, longest: int, before: str
 ) -> PassagePrompt:
     passages = list(asked.passages)
     parts = _parts(tokenizer, template, passages, asked.question, before)

@@ -144,7 +144,7 @@ def plan_runs(options: SimOptions, engine: Mapping[str, Any]) -> list[Run]:
     return runs
 
 
-class _Column(NamedTuple):
+class _RunColumn(NamedTuple):
     """What a column of results shows."""
 
     name: str
@@ -154,7 +154,7 @@ class _Column(NamedTuple):
     router: str
 
 
-def _compared(options: SimOptions) -> list[_Column]:
+def _compared(options: SimOptions) -> list[_RunColumn]:
     """Modes, eviction orders, ways to encode pictures and routers, each with each. Where there are levels below the
     device, the first column is without them."""
     modes = split_list(options.modes, "--mode")
@@ -169,15 +169,15 @@ def _compared(options: SimOptions) -> list[_Column]:
         if encode not in ENCODE_PARTS:
             raise InputError(f"--encode '{encode}' is not known; give {' or '.join(ENCODE_PARTS)}")
     levels = _levels(options)
-    found: list[_Column] = []
+    found: list[_RunColumn] = []
     routers = split_list(options.routers, "--router")
     for mode, order, encode, router in product(modes, orders, encodings, routers):
         compared = ((mode, modes), (order, orders), (encode, encodings), (router, routers))
         names = [name for name, among in compared if len(among) > 1] or [mode]
         chosen = {"mode": mode, "eviction": "reuse" if order == BELADY else order, "encode": encode}
         if levels is not None and not found:
-            found.append(_Column(f"{order} alone", chosen, order == BELADY, None, router))
-        found.append(_Column(" ".join(names), chosen, order == BELADY, levels, router))
+            found.append(_RunColumn(f"{order} alone", chosen, order == BELADY, None, router))
+        found.append(_RunColumn(" ".join(names), chosen, order == BELADY, levels, router))
     return found
 
 

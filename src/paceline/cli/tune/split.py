@@ -38,7 +38,7 @@ FORMAT = "paceline-tune-split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class DeviceSplit:
     """Replicas of so many ranks each, and what one of them does; no trial: it keeps the SLO at no rate."""
 
     machine: Machine
@@ -62,7 +62,7 @@ def run_split(options: TuneOptions) -> None:
         raise InputError("--verify asks one server; leave out --devices")
     machines, too_small = machines_for(options)
     started_s = time.monotonic()
-    splits: list[Split] = []
+    splits: list[DeviceSplit] = []
     with status_line("searching") as show:
         for machine in machines:
             show(f"{len(splits)} of {len(machines)} splits, now {machine.ranks} ranks")
@@ -94,7 +94,7 @@ def machines_for(options: TuneOptions) -> tuple[list[Machine], list[int]]:
     return found, too_small
 
 
-def _best(machine: Machine, options: TuneOptions, bounds: Sequence[Bound], seconds: float) -> Split:
+def _best(machine: Machine, options: TuneOptions, bounds: Sequence[Bound], seconds: float) -> DeviceSplit:
     """At the highest rate that one replica keeps the SLO, or at its part of a given one."""
     deadline = Deadline(seconds)
     replicas = options.devices // machine.ranks
@@ -111,11 +111,11 @@ def _best(machine: Machine, options: TuneOptions, bounds: Sequence[Bound], secon
         trial = search.highest_rate(start, first_rate(task))
     else:
         trial = search.most_room(start, options.rate / replicas)
-    return Split(machine=machine, replicas=replicas, trial=trial, was_cut=search.was_cut)
+    return DeviceSplit(machine=machine, replicas=replicas, trial=trial, was_cut=search.was_cut)
 
 
 def _print(
-    splits: Sequence[Split],
+    splits: Sequence[DeviceSplit],
     too_small: Sequence[int],
     bounds: Sequence[Bound],
     options: TuneOptions,
@@ -151,7 +151,7 @@ def _print(
         print(f"Best: {best.replicas} replica{'s' * (best.replicas > 1)} of {name}.")
 
 
-def _cells(split: Split, bounds: Sequence[Bound]) -> list[str]:
+def _cells(split: DeviceSplit, bounds: Sequence[Bound]) -> list[str]:
     trial = split.trial
     start = [str(split.machine.ranks), str(split.replicas)]
     if trial is None:
@@ -166,7 +166,7 @@ def _cells(split: Split, bounds: Sequence[Bound]) -> list[str]:
     ]
 
 
-def _write_json(path: Path, splits: Sequence[Split], options: TuneOptions) -> None:
+def _write_json(path: Path, splits: Sequence[DeviceSplit], options: TuneOptions) -> None:
     value = {
         "format": FORMAT,
         "slo": options.slo,

@@ -93,7 +93,7 @@ class ForkStart:
         return self.at + len(self.append)
 
 
-class _Part:
+class _PromptPart:
     """One prompt of the request under way."""
 
     __slots__ = (
@@ -160,11 +160,11 @@ class Generation:
         self._is_closed = False
         self._accept: Callable[[list[Delta]], bool] | None = None
         self._failure: PacelineError | None = None
-        self._parts: list[_Part] = []
+        self._parts: list[_PromptPart] = []
         self._num_open = 0
         for prepared, stream in started:
             first = self._num_open if fork is None else fork.first_index
-            self._parts.append(_Part(stream, prepared, tokenizer, first, fork))
+            self._parts.append(_PromptPart(stream, prepared, tokenizer, first, fork))
             self._num_open += self._parts[-1].num_open
         self._unended = dict.fromkeys(self._parts)
         self._num_prompt = sum(len(part.prepared.token_ids) + part.num_taken_over for part in self._parts)
@@ -278,7 +278,7 @@ class Generation:
             self._failure = self._broken()
         return False
 
-    def _read_all(self, taken: list[tuple[_Part, list[BranchUpdate]]]) -> list[Delta]:
+    def _read_all(self, taken: list[tuple[_PromptPart, list[BranchUpdate]]]) -> list[Delta]:
         try:
             return [self._read(part, update) for part, found in taken for update in found]
         except _ENDINGS as error:
@@ -370,7 +370,7 @@ class Generation:
 
     # -- updates -------------------------------------------------------------------------------------------
 
-    async def _take_first(self, timeout_s: float) -> list[tuple[_Part, list[BranchUpdate]]]:
+    async def _take_first(self, timeout_s: float) -> list[tuple[_PromptPart, list[BranchUpdate]]]:
         left = timeout_s - (time.monotonic() - self.record.received_s)
         try:
             async with asyncio.timeout(max(left, 0.0)):
@@ -379,7 +379,7 @@ class Generation:
             message = "no token came in the time a request may wait; try again later"
             raise QueueTimeout(message, retry_after_s=self._permit.next_place_s()) from None
 
-    async def _take_any(self) -> list[tuple[_Part, list[BranchUpdate]]]:
+    async def _take_any(self) -> list[tuple[_PromptPart, list[BranchUpdate]]]:
         """Updates of those prompts that have some. The next one of a prompt is asked for after this one."""
         waiting = []
         asked = list(islice(self._unended, self.at_once))
@@ -395,7 +395,7 @@ class Generation:
                 taken.append((part, done.result()))
         return taken
 
-    def _read(self, part: _Part, update: BranchUpdate) -> Delta:
+    def _read(self, part: _PromptPart, update: BranchUpdate) -> Delta:
         branch = part.branches[update.branch]
         output, ending = branch.output, update.ending
         if update.is_injected or (update.tokens and output.held is not None):
@@ -430,7 +430,7 @@ class Generation:
         held = None if update.held is None else output.held
         return Delta(index, text, tokens, logprobs, output, ending is not None, events, held)
 
-    def _read_injected(self, part: _Part, branch: BranchText, update: BranchUpdate) -> Delta:
+    def _read_injected(self, part: _PromptPart, branch: BranchText, update: BranchUpdate) -> Delta:
         """Tokens that were put in, or the first behind a hold: what its end had hidden is text now."""
         put_in = update.tokens if update.is_injected else []
         index = part.first_index + update.branch
@@ -449,7 +449,7 @@ class Generation:
             delta.events = events + delta.events
         return delta
 
-    def _read_logprobs(self, part: _Part, branch: BranchText, update: BranchUpdate) -> None:
+    def _read_logprobs(self, part: _PromptPart, branch: BranchText, update: BranchUpdate) -> None:
         for found in update.logprobs:
             number = found.position - len(part.prepared.token_ids)
             if number >= 0:
@@ -468,7 +468,7 @@ class Generation:
         record.num_output += count
         self._observer.tokens(record, count, time_s)
 
-    def _end(self, part: _Part, branch: BranchText, ending: Finished) -> str:
+    def _end(self, part: _PromptPart, branch: BranchText, ending: Finished) -> str:
         record, output = self.record, branch.output
         text = branch.finish(ending.reason.value, ending.detail)
         for outcome, number in branch.call_outcomes.items():
