@@ -40,7 +40,7 @@ class DrawnLane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ShownFigures:
     """The numbers of one moment. What is not known yet is None."""
 
     step: int
@@ -124,13 +124,13 @@ class ServerPicture:
         self._note_steps(delta)
         self._note_rows(delta["snapshot"])
 
-    def figures(self) -> Figures:
+    def figures(self) -> ShownFigures:
         """There must have been a message."""
         snapshot = self._kept[-1]["engine"]["snapshot"]
         latest = [step for step in self._steps if step["t"] >= self.now_s - RATE_S]
         lengths = [self._done[step["seq"]] - step["t"] for step in latest if step["seq"] in self._done]
         prompt, cached = snapshot["prompt_tokens"], snapshot["cached_tokens"]
-        return Figures(
+        return ShownFigures(
             step=snapshot["seq"],
             running=len(snapshot["rows"][0]),
             rows=self.about.get("engine", {}).get("max_num_seqs", 0),

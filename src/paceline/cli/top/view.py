@@ -21,8 +21,8 @@ from paceline.cli.top.picture import (
     SWAP,
     WINDOW_S,
     DrawnLane,
-    Figures,
     ServerPicture,
+    ShownFigures,
 )
 
 LEAST_WIDTH = 60
@@ -75,7 +75,7 @@ def _title(picture: ServerPicture, state: str, address: str, width: int) -> Text
     return text
 
 
-def _load_lines(figures: Figures, width: int) -> list[Text]:
+def _load_lines(figures: ShownFigures, width: int) -> list[Text]:
     rows, blocks = figures.rows or max(1, figures.running), figures.blocks
     total = max(1, sum(blocks.values()))
     held = blocks["held"] + blocks["shared"]
@@ -117,7 +117,7 @@ def _level_line(name: str, level: Mapping[str, int], width: int) -> Text:
     return _barred(_line(name, f"{cached:,} of {places:,}", width), parts, moves, width)
 
 
-def _model_lines(figures: Figures, width: int) -> list[Text]:
+def _model_lines(figures: ShownFigures, width: int) -> list[Text]:
     """One for each model of several: its part of the device's time lately, and its share."""
     total = sum(model["share"] for model in figures.models)
     lines = []
@@ -136,7 +136,7 @@ def _model_lines(figures: Figures, width: int) -> list[Text]:
     return lines
 
 
-def _adapter_lines(figures: Figures, width: int) -> list[Text]:
+def _adapter_lines(figures: ShownFigures, width: int) -> list[Text]:
     adapters = figures.adapters
     if not adapters:
         return []
@@ -153,7 +153,7 @@ def _adapter_lines(figures: Figures, width: int) -> list[Text]:
     return _wrapped(line, [*parts, Text(read, style=DIM)], width)
 
 
-def _latency_lines(figures: Figures, width: int) -> list[Text]:
+def _latency_lines(figures: ShownFigures, width: int) -> list[Text]:
     parts = []
     for name, label in {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}.items():
         found = figures.latencies_ms[name]
@@ -163,7 +163,7 @@ def _latency_lines(figures: Figures, width: int) -> list[Text]:
     return _wrapped(Text(f"{'latency':<{LABEL}}", style=DIM), parts, width)
 
 
-def _step_lines(figures: Figures, width: int) -> list[Text]:
+def _step_lines(figures: ShownFigures, width: int) -> list[Text]:
     line = _line("steps", f"{figures.steps_per_s:,.1f}/s", width)
     if figures.decode_tokens is None or figures.prefill_tokens is None or not figures.budget:
         line.append("none lately", style=DIM)
@@ -182,7 +182,7 @@ def _step_lines(figures: Figures, width: int) -> list[Text]:
     return [_barred(line, parts, details, width), _ends(figures, width)]
 
 
-def _ends(figures: Figures, width: int) -> Text:
+def _ends(figures: ShownFigures, width: int) -> Text:
     line = _line("total", f"step {figures.step:,}", width)
     details = [
         Text(f"finished {figures.finished:,}"),
@@ -205,7 +205,7 @@ def _ends(figures: Figures, width: int) -> Text:
     return line.append_text(_first_that_fit(details, width - line.cell_len))
 
 
-def _tenant_lines(figures: Figures, width: int) -> list[Text]:
+def _tenant_lines(figures: ShownFigures, width: int) -> list[Text]:
     """Those with the most rows; a count stands for the others."""
     if len(figures.tenants) < 2:
         return []
@@ -259,7 +259,7 @@ def _lane(row: int, lane: DrawnLane, picture: ServerPicture, strip: int) -> Text
     return text
 
 
-def _waiting_line(picture: ServerPicture, figures: Figures, width: int) -> list[Text]:
+def _waiting_line(picture: ServerPicture, figures: ShownFigures, width: int) -> list[Text]:
     if not picture.waiting:
         return []
     line = Text(f"{'queue':<{LABEL}}", style=DIM)

@@ -21,7 +21,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import InputError
 from paceline.lab.train.corpus import Corpus, compute_states, cut, digest_of, open_corpus
 from paceline.lab.train.train_options import TrainHeadOptions
-from paceline.lab.train.training import Head, LargeModel, Limits, Progress, Training, first_weights
+from paceline.lab.train.training import Head, LargeModel, Progress, Training, TrainingLimits, first_weights
 from paceline.llm.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.draft_head import EagleHead, MedusaHead
@@ -96,7 +96,7 @@ def train_head(options: TrainHeadOptions, say: Say = print) -> TrainedHead:
         )
     target = _target(checkpoint, decoder, corpus, head, device)
     weights = first_weights(head, target, options.seed)
-    limits = Limits(
+    limits = TrainingLimits(
         seconds=max(60.0 * options.minutes - (time.monotonic() - began_s), 1.0),
         steps=options.steps,
         depth=options.depth,

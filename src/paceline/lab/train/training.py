@@ -59,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TrainingLimits:
     """How long it goes on."""
 
     seconds: float
@@ -97,7 +97,12 @@ class Training:
     """Learns in steps; can be put aside and taken up again."""
 
     def __init__(
-        self, net: Head, weights: dict[str, Tensor], target: LargeModel, corpus: Corpus, limits: Limits
+        self,
+        net: Head,
+        weights: dict[str, Tensor],
+        target: LargeModel,
+        corpus: Corpus,
+        limits: TrainingLimits,
     ) -> None:
         self._net, self.weights, self._target, self._corpus = net, weights, target, corpus
         self._limits = limits
