@@ -23,7 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import HOST, Benchmark, Found, Given, call, children, flag, served
+from benchmarks.harness import HOST, Benchmark, Found, Given, call, flag, served
 from tests.model_folder import write_model
 
 FORMS: tuple[dict[str, Any], ...] = (
@@ -80,22 +80,22 @@ def note(found: dict[str, Any], chunk: dict[str, Any]) -> None:
 
 
 class Killer:
-    """Ends a random engine after every so many streams, while others are there or not."""
+    """Ends a random engine after every so many streams, as soon as another one is there too."""
 
-    def __init__(self, pid: int, every: int, kills: int) -> None:
-        self._pid, self._every, self._left = pid, every, kills
+    def __init__(self, port: int, every: int, kills: int) -> None:
+        self._port, self._every, self._kills = port, every, kills
         self._lock, self._ended, self._random = threading.Lock(), 0, random.Random(5)
         self.num_kills = 0
 
     def ended(self) -> None:
         with self._lock:
             self._ended += 1
-            if self._ended % self._every or not self._left:
+            if min(self._ended // self._every, self._kills) <= self.num_kills:
                 return
-            engines = children(self._pid)
-            if engines:
-                os.kill(self._random.choice(engines), signal.SIGKILL)
-                self._left -= 1
+            engines = json.loads(call(self._port, "/v1/admin/fleet")[1])["engines"]
+            ready = [each["pid"] for each in engines if each["state"] == "ready"]
+            if len(ready) > 1:
+                os.kill(self._random.choice(ready), signal.SIGKILL)
                 self.num_kills += 1
 
 
@@ -128,7 +128,7 @@ def failover(given: Given) -> Found:
         ledger = Path(folder) / "ledger.db"
         fleet = ["--replicas", str(given.engines), "--max-restarts", "1000", "--restart-backoff-s", "0"]
         with served([*options, *fleet, "--ledger", str(ledger)], Path(folder) / "log") as server:
-            killer = Killer(server.pid, max(1, given.streams // (given.kills + 1)), given.kills)
+            killer = Killer(server.port, max(1, given.streams // (given.kills + 1)), given.kills)
             told, seconds = told_by(server.port, given, killer)
             page = call(server.port, "/metrics")[1].decode()
         with closing(sqlite3.connect(ledger)) as entries:

@@ -347,6 +347,7 @@ class AsyncEngine:
             priority=service_level.priority,
             left_s=timeout_s,
             service_class=service_level.service_class,
+            sent_s=time.monotonic(),
             **({"age_s": 0.0} | more),
         )
         payload = frames.encode(add)

@@ -196,7 +196,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sampling: Sampling
     tenant: str
     priority: Priority
-    # Durations and no times: clocks of two machines have nothing in common.
+    # Durations as of when it was sent: clocks of two machines have nothing in common.
     age_s: float  # since it came
     left_s: float | None  # until it ends at the latest
     only_forecast: bool = False  # it is not to be served, only the forecast is wanted
@@ -208,6 +208,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     is_module: bool = False  # it is such a text alone
     # Of a request that another engine had begun: the output of each branch, None for one that has ended.
     outputs: tuple[bytes | None, ...] = ()  # TOKEN
+    # When it was sent, where both processes read one machine's monotonic clock: it may have waited to be read.
+    sent_s: float | None = None
 
 
 class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):

@@ -362,6 +362,11 @@ class ModelService:
                 self._send_forecast(add.first, forecast)
                 return
             now_s = time.monotonic()
+            sent_s = (
+                now_s
+                if add.sent_s is None or not 0 <= now_s - add.sent_s < OLDEST_SUBMISSION_S
+                else add.sent_s
+            )
             age_s = add.age_s if 0 <= add.age_s < OLDEST_SUBMISSION_S else 0.0
             self.engine.number_from(RequestId(add.first))
             self.engine.add(
@@ -369,8 +374,8 @@ class ModelService:
                 sampling,
                 tenant=add.tenant,
                 service_level=service_level,
-                arrival_s=now_s - age_s,
-                deadline_s=None if add.left_s is None else now_s + add.left_s,
+                arrival_s=sent_s - age_s,
+                deadline_s=None if add.left_s is None else sent_s + add.left_s,
                 tree=add.tree,
                 adapter=add.adapter,
                 media=media,
