@@ -15,7 +15,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.harness import Benchmark, Found, Given, at_once, flag, h200, one_tenant, rows_of, simulated
+from benchmarks.harness import (
+    Benchmark,
+    Found,
+    Given,
+    at_once,
+    flag,
+    h200,
+    one_tenant,
+    row,
+    rows_of,
+    simulated,
+    table,
+)
 from paceline.costs.cost_model import CostModel, StepShape
 from paceline.lab.report.run_record import RunRecord
 from paceline.lab.report.summary import Slo, summarize
@@ -125,7 +137,8 @@ def scale(given: Given) -> Found:
     """Who says how many replicas there are, over a day with bursts."""
     workload = day(given.seconds)
     slo = Slo(ttft_s=DAY_TTFT_S, itl_s=DAY_ITL_S)
-    runs = []
+    runs: list[Found] = []
+    table("start s", "rule", "missed", "replica-hours", "TTFT p99 s", "changes")
     for start_s in map(float, given.starts.split(",")):
         for rule in given.rules.split(","):
             scaling = Scaling(rule=rule, start_s=start_s, ttft_s=DAY_TTFT_S, itl_s=DAY_ITL_S)
@@ -143,13 +156,14 @@ def scale(given: Given) -> Found:
                     "changes": len(record.config["changes"]),  # type: ignore[arg-type]
                 }
             )
-    return {"requests": len(workload), "seconds": given.seconds, "runs": rows_of(runs)}
+            row(*runs[-1].values())
+    return {"requests": len(workload), "seconds": given.seconds, "runs": runs}
 
 
-DAY_TTFT_S, DAY_ITL_S = 4.0, 0.6
+DAY_TTFT_S, DAY_ITL_S = 2.0, 0.25
 DAY_ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-SLOWER = 15.0  # than an H200, so that a day has few steps
-NIGHT, NOON = 0.3, 2.2  # requests a second
+SLOWER = 6.0  # than an H200, so that a day has few steps
+NIGHT, NOON = 0.6, 5.0  # requests a second
 BURSTS, BURST_S, BURST = 6, 90.0, 3.0
 
 
