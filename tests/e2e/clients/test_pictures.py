@@ -1,5 +1,6 @@
-"""Two hundred conversations with pictures from each of the official clients, many at once: `openai` with chats,
-responses and streams, `anthropic` with messages and `cache_control`. Each answer is the one it had alone."""
+"""Two hundred conversations with pictures from each of the official clients (fifty in `make test`), many at once:
+`openai` with chats, responses and streams, `anthropic` with messages and `cache_control`. Each answer is the one it had
+alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.e2e.client_server import KEY
 from tests.e2e.media.picture_server import MODEL, NUM_TOKENS, TEXT, Hosts, PictureServer, chat, inline
 from tests.pictures import encoded, picture
 
-COUNT, KINDS = 200, 10
+KINDS = 10
+COUNTS = pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.campaign)])
 SETTINGS: dict[str, Any] = {"temperature": 0}
 
 
@@ -61,12 +63,13 @@ def openai(server: PictureServer) -> Iterator[OpenAI]:
         yield client
 
 
-def all_at_once(ask: Callable[[int], str], wanted: list[str]) -> None:
+def all_at_once(ask: Callable[[int], str], wanted: list[str], count: int) -> None:
     with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(ask, range(COUNT))) == [wanted[number % KINDS] for number in range(COUNT)]
+        assert list(pool.map(ask, range(count))) == [wanted[number % KINDS] for number in range(count)]
 
 
-def test_openai_chats(openai: OpenAI, wanted: list[str]) -> None:
+@COUNTS
+def test_openai_chats(openai: OpenAI, wanted: list[str], count: int) -> None:
     def ask(number: int) -> str:
         body = chat(inline(data_of(number % KINDS)), TEXT)
         if number % 2:
@@ -76,10 +79,11 @@ def test_openai_chats(openai: OpenAI, wanted: list[str]) -> None:
         assert answer.usage.prompt_tokens_details.image_tokens >= 4
         return str(answer.choices[0].message.content)
 
-    all_at_once(ask, wanted)
+    all_at_once(ask, wanted, count)
 
 
-def test_openai_responses(openai: OpenAI, wanted: list[str]) -> None:
+@COUNTS
+def test_openai_responses(openai: OpenAI, wanted: list[str], count: int) -> None:
     files = [openai.files.create(file=("a.png", data_of(kind)), purpose="vision").id for kind in range(KINDS)]
 
     def ask(number: int) -> str:
@@ -96,7 +100,7 @@ def test_openai_responses(openai: OpenAI, wanted: list[str]) -> None:
             return "".join(event.delta for event in events if event.type == "response.output_text.delta")
         return str(openai.responses.create(**asked).output_text)
 
-    all_at_once(ask, wanted)
+    all_at_once(ask, wanted, count)
     for file_id in files:
         openai.files.delete(file_id)
 
@@ -106,7 +110,8 @@ def block_of(kind: int) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-def test_anthropic_messages(server: PictureServer, wanted: list[str]) -> None:
+@COUNTS
+def test_anthropic_messages(server: PictureServer, wanted: list[str], count: int) -> None:
     """Some with a picture that is to be kept in the cache."""
     with Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
 
@@ -127,7 +132,7 @@ def test_anthropic_messages(server: PictureServer, wanted: list[str]) -> None:
                 assert usage.input_tokens + told == counted.input_tokens
             return str(message.content[0].text)
 
-        all_at_once(ask, wanted)
+        all_at_once(ask, wanted, count)
 
 
 def test_pictures_in_the_results_of_tools(server: PictureServer) -> None:
