@@ -61,22 +61,25 @@ class SoonestFirstToken:
         answer_s = self._weight * min(ask.max_tokens, MOST_EXPECTED)
         costs += answer_s * (view.decode_s[at] + view.row_s[at])
         best = int(costs.argmin())
-        least = float(costs[best])
-        alike = (costs <= least + TIE_S).nonzero()[0]
-        rule = "soonest"
-        if len(alike) > 1:
-            best, rule = int(alike[_steadiest(ask, numbers[alike])]), "session"
-        found, cost_s = int(cached[best]), float(costs[best])
+        cost_s, rule = float(costs[best]), "soonest"
         costs[best] = np.inf
         second = int(costs.argmin())
-        has_second = second != best
+        second_s = float(costs[second])
+        if second_s <= cost_s + TIE_S:
+            costs[best], rule = cost_s, "session"
+            alike = (costs <= cost_s + TIE_S).nonzero()[0]
+            best = int(alike[_steadiest(ask, numbers[alike])])
+            cost_s, costs[best] = float(costs[best]), np.inf
+            second = int(costs.argmin())
+            second_s = float(costs[second])
+        found, has_second = int(cached[best]), second_s < np.inf
         return Choice(
             engine=int(numbers[best]),
             rule="prefix" if found else rule,
             cached_tokens=found,
             cost_s=cost_s,
             against=int(numbers[second]) if has_second else NOBODY,
-            against_cost_s=float(costs[second]) if has_second else 0.0,
+            against_cost_s=second_s if has_second else 0.0,
         )
 
 

@@ -224,5 +224,8 @@ class FleetView:
 
         The last token always is: its logits are what comes next.
         """
-        blocks = self.prefixes.blocks_held(ask.keys, len(self.state))
-        return np.minimum(blocks * self.block_tokens, max(0, ask.num_prompt - 1))
+        tokens = self.prefixes.blocks_held(ask.keys, len(self.state))
+        tokens *= self.block_tokens
+        if len(ask.keys) * self.block_tokens >= ask.num_prompt:
+            np.minimum(tokens, max(0, ask.num_prompt - 1), out=tokens)
+        return tokens
