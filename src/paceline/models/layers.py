@@ -15,7 +15,7 @@ from torch import Tensor
 # A product of fewer rows is summed in another order by some libraries: of one row by all we met, of three by MKL on AMD
 # processors. Where a token's numbers must not depend on its batch, products have at least these (docs/decisions/0009).
 LEAST_ROWS = 4
-# The same for matrices of float32 as large as those of a model (measured on ARM, up to 16 rows).
+# The same for matrices of float32 as large as those of a model (measured on a Xeon, up to 15 rows).
 LEAST_DENSE_ROWS = 16
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
