@@ -42,12 +42,12 @@ from benchmarks.harness import (
 )
 from benchmarks.long_prompts import Load, on_a_server
 from paceline import LLM
-from paceline.lab.bench.shapes import SHAPES
+from paceline.lab.bench.shapes import SHAPES, write_words
 from paceline.models.files.open import open_checkpoint
 from paceline.runner.gpu.device_encoder import DeviceEncoder
 
 bench = Benchmark(__doc__)
-BERT_BASE = {
+BERT_BASE: dict[str, Any] = {
     "architectures": ["BertModel"],
     "model_type": "bert",
     "hidden_act": "gelu",
@@ -156,9 +156,10 @@ def _client(port: int, number: int, seconds: float) -> tuple[int, float]:
 
 def over_http(folder: Path, seconds: float = 5.0) -> Found:
     options = [
-        *("--model", str(folder), "--load-format", "dummy", "--skip-tokenizer-init"),
+        *("--model", str(folder), "--load-format", "dummy"),
         *("--pooling", "mean", "--served-model-name", "m"),
     ]
+    write_words(folder, BERT_BASE["vocab_size"], BERT_BASE["pad_token_id"])
     with served(options) as server, ProcessPoolExecutor(PROCESSES) as processes:
         for length in (1.0, seconds):  # the first is not counted
             running = [processes.submit(_client, server.port, number, length) for number in range(PROCESSES)]

@@ -27,6 +27,7 @@ from paceline.config.sized import (
     weighs_preemption,
     with_costs,
     with_drafts,
+    with_pools,
 )
 from paceline.config.speculative import ORACLE, DraftConfig, read_speculative_config
 from paceline.core.clock import Clock, MonotonicClock
@@ -48,7 +49,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
-from paceline.runner.cpu_backend import check_encoder, cpu_backend
+from paceline.runner.cpu_backend import DECODER_POOLS, check_encoder, cpu_backend
 from paceline.runner.machine_load import FreeCores, MachineLoad, cores_allowed
 from paceline.runner.parallel.limits import check_ranks
 from paceline.scheduler.encodings import Encodings
@@ -246,10 +247,10 @@ def load_model(
     from paceline.runner.device import choose_device
 
     ends = checkpoint.spec.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-    is_encoder, pulse = check_encoder(checkpoint.spec, model, given, drafts), Pulse()
-    on_gpu = not is_encoder and choose_device(model, checkpoint.spec) == "cuda"
+    check_encoder(checkpoint.spec, model, given, drafts)
+    on_gpu = choose_device(model) == "cuda"
     check_ranks(model, checkpoint, drafts, on_gpu=on_gpu)
-    free = FreeCores(load, most=max(1, cores_allowed() // model.tensor_parallel_size))
+    pulse, free = Pulse(), FreeCores(load, most=max(1, cores_allowed() // model.tensor_parallel_size))
     if on_gpu:
         built = _on_gpu(model, given, checkpoint, ends, drafts, on_progress, shared, interactive=interactive)
     else:
@@ -384,7 +385,7 @@ def _on_gpu(
     on_progress("starting torch", 0, 0)
     import torch
 
-    from paceline.runner.gpu import build, encoder_runner
+    from paceline.runner.gpu import build, encoder_runner, picture_encoder
     from paceline.runner.gpu.adapters import AdapterRoom
     from paceline.runner.gpu.drafts.device_head import further_layers
     from paceline.runner.gpu.kv_pools import device_block_bytes
@@ -414,21 +415,22 @@ def _on_gpu(
     on_progress("preparing kernels", 0, 0)
     if room is not None and given.get("mode", "continuous") == "continuous":
         given = {**given, "max_loras": room.places}
+    eyes = picture_encoder.load_eyes(checkpoint, device, dtype, drafts, graphs=not model.enforce_eager)
     sizes = build.choose_gpu_sizes(model, spec, given, device, dtype, guesser, room, shared)
     if room is not None:
         room = replace(room, memory=home.beside(room.pool_bytes(spec, dtype)))
-    config = engine_config(spec.group_windows, sizes)
+    config = with_pools(engine_config(spec.group_windows, sizes), DECODER_POOLS, only=False)
+    config = picture_encoder.with_eyes(config, model, eyes)
     per_block = device_block_bytes(spec, kv_dtype, further_layers(guesser))
-    name = torch.cuda.get_device_name(device)
-    scales = sorted(checkpoint.kv_scales.items())
+    name, scales = torch.cuda.get_device_name(device), sorted(checkpoint.kv_scales.items())
     known = (name, torch.__version__, dtype, kv_dtype, scales, model.quantization, _drafting(drafts))
     disk = StoreLevel.open(model, config, per_block, checkpoint, known)
     config = config if disk is None else disk.with_places(config)
-    if drafts is not None:
-        config = with_drafts(config, drafts)
+    config = config if drafts is None else with_drafts(config, drafts)
     more: dict[str, Any] = {"kv_dtype": kv_dtype, "guesser": guesser, "adapter_room": room}
-    more["memory"] = None if shared is None else shared.device
+    more |= {"memory": None if shared is None else shared.device, "eyes": eyes}
     runner = GPURunner(config, spec, parts, ends, device=device, graphs=not model.enforce_eager, **more)
+    config = picture_encoder.with_eyes(config, model, eyes, runner)
     has_pace = bool(given.get("step_target_ms")) or (interactive and "max_num_batched_tokens" not in given)
     config = measured_config(config, runner, drafts, disk, has_pace=has_pace)
     runner.host_places.pin_rest()

@@ -478,24 +478,22 @@ def torch_eyes(
 
 def check_encoder(
     spec: ModelSpec, model: ModelConfig, given: Mapping[str, Any], drafts: DraftConfig | None
-) -> bool:
-    """Whether a model is an encoder; if so, options that are about what it does not have are refused."""
+) -> None:
+    """Of an encoder, options that are about what it does not have are refused."""
     if spec.encoder is None:
         if model.pooling == CLS:
             raise ConfigError(
                 f"--pooling {CLS}: this model generates text; its first token sees no others; use {LAST}, {MEAN} "
                 f"or, for a reranker, {CHOICE}"
             )
-        return False
+        return
     wrong = {
         "--speculative-config": drafts is not None,
         "--enable-lora": model.has_adapters,
         "--kv-disk-dir": bool(model.kv_disk_dir or model.kv_store),
         "--mode": given.get("mode", "continuous") != "continuous",
-        "--device cuda": model.device == "cuda",
         "--pooling choice": model.pooling == CHOICE,
         "--quantization int4": model.quantization == "int4",
     }
     for name in (name for name, is_given in wrong.items() if is_given):
         raise ConfigError(f"{name}: this model is an encoder, which has none of that; leave it out")
-    return True

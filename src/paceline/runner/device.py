@@ -11,14 +11,13 @@ from contextlib import suppress
 
 from paceline.config.engine import ModelConfig
 from paceline.errors import ConfigError
-from paceline.models.spec import ModelSpec
 
 OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
 OLDEST_FP8 = (8, 9)  # conversion from and to eight bits
 
 
-def choose_device(model: ModelConfig, spec: ModelSpec | None = None) -> str:
-    """`cuda` or `cpu`, as the user says, or as the machine has it. `spec`: of the model, where that is known."""
+def choose_device(model: ModelConfig) -> str:
+    """`cuda` or `cpu`, as the user says, or as the machine has it."""
     reason = "" if model.device == "cpu" else why_no_gpu()
     if model.device == "cuda" and reason:
         raise ConfigError(f"--device cuda: {reason}")
@@ -38,14 +37,6 @@ def choose_device(model: ModelConfig, spec: ModelSpec | None = None) -> str:
                 "--quantization fp8 needs a GPU, and this model runs on the CPU: take int8, or leave it out"
             )
         return "cpu"
-    if model.pooling != "auto":
-        raise ConfigError(
-            f"--pooling {model.pooling}: vectors are made on a CPU only so far; add --device cpu"
-        )
-    if spec is not None and spec.vision is not None:
-        raise ConfigError(
-            "this model sees pictures, which are encoded on a CPU only so far; add --device cpu"
-        )
     if model.kv_cache_dtype == "int8":
         raise ConfigError(
             "--kv-cache-dtype int8 is for a CPU, and this model runs on a GPU: take fp8, or add --device cpu"

@@ -38,7 +38,9 @@ class PictureEncoder(Protocol):
 
     def advance(self, line: Any, first: int, count: int) -> None: ...
 
-    def vectors(self, line: Any, items: Sequence[MediaInput]) -> list[Floats]: ...
+    def vectors(self, line: Any, items: Sequence[MediaInput]) -> Sequence[Any]:
+        """Of each item, [outputs, values]; arrays, or tensors on a device."""
+        ...
 
 
 class Pictures:
@@ -86,17 +88,19 @@ class Pictures:
                 return EMPTY
             found = found or [self._alone(item) for item in items]
         self._line = None
+        slots = [self._slots(join.media, np.arange(join.outputs)) for join in self._group]
+        return self._store(slots, found)
+
+    def _store(self, slots: Sequence[Index], found: Sequence[Any]) -> I32:
+        """Keep the vectors of the group; returns the items whose numbers are not usable."""
         bad = []
-        for join, vectors in zip(self._group, found, strict=True):
-            self._store(self._slots(join.media, np.arange(join.outputs)), vectors)
+        for join, at, vectors in zip(self._group, slots, found, strict=True):
+            self.vectors[at] = vectors
             if not np.isfinite(vectors).all():
                 bad.append(join.media)
         return i32(bad) if bad else EMPTY
 
-    def _store(self, slots: Index, vectors: Floats) -> None:
-        self.vectors[slots] = vectors
-
-    def _computed(self, part: Encodes, items: list[MediaInput], total: int) -> list[Floats]:
+    def _computed(self, part: Encodes, items: list[MediaInput], total: int) -> Sequence[Any]:
         """Vectors once the line is complete; none where it failed.
 
         A line that fails, for want of memory or otherwise, is begun again once. If that fails too its items are

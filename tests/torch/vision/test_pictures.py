@@ -16,8 +16,8 @@ from paceline.core.events import Finished
 from paceline.core.plan import Encodes
 from paceline.core.stretch import MediaInput
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError, InvalidRequest
-from paceline.runner import device, sizing
+from paceline.errors import InvalidRequest
+from paceline.runner import sizing
 from paceline.runner.pictures import Pictures
 from paceline.runner.sizing import encoder_work
 from tests.cases import diagonal
@@ -357,15 +357,10 @@ def test_made_up_weights_are_served(saved: tuple[Path, Any], tmp_path: Path) -> 
         assert [len(each) for each in answers(llm, prompts(saved[0].name))] == [NUM_TOKENS] * 4
 
 
-def test_what_a_model_with_pictures_does_not_have_is_refused(
-    saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_that_do_not_stand_in_their_prompt_are_refused(saved: tuple[Path, Any]) -> None:
     made = prompts(saved[0].name)[0]
     with LLM(str(saved[0]), **OPTIONS, encoder_cache_tokens=1, max_model_len=60) as llm:
         assert llm.loaded.config.scheduler.encoder.num_pages == 1  # type: ignore[union-attr]
         too_large = made.parts[0]._replace(given=replace(made.parts[0].given, outputs=70))
         with pytest.raises(InvalidRequest, match="do not stand in the prompt"):
             llm.loaded.engine.add(made.tokens, GREEDY, media=[too_large])
-    monkeypatch.setattr(device, "why_no_gpu", lambda: "")
-    with pytest.raises(ConfigError, match="encoded on a CPU only so far; add --device cpu"):
-        LLM(str(saved[0]), **OPTIONS)

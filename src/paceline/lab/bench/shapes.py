@@ -106,7 +106,11 @@ def write_tokenizer(name: str, folder: Path) -> None:
     """A tokenizer with as many tokens as the shape has: all bytes, then made-up words. Text becomes bytes; an answer
     may be made of any of them."""
     shape = SHAPES[name]
-    size, end = shape["vocab_size"], shape["eos_token_id"]
+    write_words(folder, shape["vocab_size"], shape["eos_token_id"])
+
+
+def write_words(folder: Path, size: int, end: int) -> None:
+    """One of `size` tokens, of which `end` ends texts."""
     tokens = _byte_letters()
     for length in itertools.count(2):
         words = map("".join, itertools.product(WORD_LETTERS, repeat=length))

@@ -61,7 +61,7 @@ from paceline.runner.gpu.kernels.scaled_product import ScaledWeight
 from paceline.runner.gpu.kv_pools import device_block_bytes, part_shape
 from paceline.runner.gpu.row_memory import MOST_ROW_BYTES, row_bytes
 from paceline.runner.gpu.slab_memory import Home, SlabMemory, choose_slab_bytes
-from paceline.runner.sizing import free_memory
+from paceline.runner.sizing import CACHED_BYTES, CACHED_VECTORS, free_memory
 
 _logger = logging.getLogger("paceline")
 GIB = 1 << 30
@@ -69,6 +69,7 @@ RESERVE = 3 * GIB // 2  # graphs, workspaces of cuBLAS, the context
 MOST_OF_HOST = 0.8  # of the memory that is available; pinned memory cannot be swapped out
 ROW_SHARE = 64  # of the GPU's memory, that rows may take unless their number is given
 LARGE_MEMORY = 64 * GIB  # from here on many rows and long steps are worth their buffers
+LARGE_PICTURE = 16_384  # patches
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -226,7 +227,18 @@ def buffer_bytes(
         found += _step_bytes(guesser.spec, sizes, slots, dtype)
     if adapters is not None:
         found += adapters.num_bytes(spec, max(sizes["max_num_batched_tokens"], slots) + slots, dtype)
+    if spec.vision is not None and spec.vision.encoder is not None:
+        found += _picture_bytes(spec.vision, model.encoder_cache_tokens, dtype)
     return found
+
+
+def _picture_bytes(vision: ModelSpec, cached: int | None, dtype: torch.dtype) -> int:
+    """The line of a large picture, and pages of vectors, about."""
+    assert vision.encoder is not None and vision.encoder.patches is not None
+    values = vision.encoder.patches.values
+    unit = 4 * vision.hidden_size + (6 * vision.hidden_size + 3 * vision.intermediate_size) * dtype.itemsize
+    vectors = cached or max(CACHED_VECTORS, CACHED_BYTES // (4 * values))
+    return LARGE_PICTURE * unit + vectors * values * dtype.itemsize
 
 
 def share_memory(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.spec import ModelSpec
+from paceline.runner.gpu.graphs import MAX_SPANS
 from paceline.runner.gpu.kernels import PagedKV
 from paceline.runner.gpu.kernels.decode_attention import (
     DecodePlan,
@@ -113,6 +114,17 @@ class DeviceAttention:
         self._prefill_tuning = PrefillTuning()
         tile = self._prefill_tuning.tile_tokens(self._heads // self._kv_heads)
         self._tiles: PrefillPlan = allocate_prefill_plan(max_tokens, max_spans, tile, device=device)
+
+    def shape_of(self, num_tokens: int, num_slots: int) -> LaunchShape:
+        """Of a step with prompts that is replayed, whatever its spans."""
+        most = min(MAX_SPANS, num_tokens)
+        return LaunchShape(
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            num_spans=most,
+            num_tiles=num_tokens // self.tile_tokens + most,
+            longest_span=num_tokens,
+        )
 
     @property
     def tile_tokens(self) -> int:

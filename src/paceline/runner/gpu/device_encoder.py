@@ -76,7 +76,7 @@ class DeviceEncoder:
         self.spec, self.dtype, self._options = spec, dtype, options
         self.max_tokens, self.max_texts = max_tokens, max_texts
         self._tuning = ragged_tuning(spec.head_dim)
-        read = _Tensors(source, DeviceStorage(device, dtype), device)
+        read = DeviceTensors(source, DeviceStorage(device, dtype), device)
         self._words = read.table("word")
         self._places: Tensor | None = None
         if not spec.ropes:
@@ -102,7 +102,7 @@ class DeviceEncoder:
         words = 2 * max_tokens + TILE_WIDTH * self.most_tiles(max_tokens, whole=True)
         self._words_of_step = torch.zeros(words, dtype=torch.int32, device=device)
 
-    def _read_layer(self, read: _Tensors, layer: int) -> DeviceEncoderLayer:
+    def _read_layer(self, read: DeviceTensors, layer: int) -> DeviceEncoderLayer:
         prefix, options = f"encoder.layer.{layer}.", self._options
         norms = [read.norm(name) for name in layer_norms(self.spec, layer)]
         inner = (prefix + "intermediate.dense", prefix + "intermediate.up")
@@ -235,28 +235,34 @@ class DeviceEncoder:
         return torch.mm(x, linear.weight.T, out=out)
 
 
-class _Tensors:
-    """Tensors of a source by name, on the device."""
+class DeviceTensors:
+    """Tensors of a source by name, on the device. `prefix`: of their names in `source`."""
 
-    def __init__(self, source: TensorSource, storage: DeviceStorage, device: torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, storage: DeviceStorage, device: torch.device, prefix: str = ""
+    ) -> None:
         self._source, self._storage, self._device = source, storage, device
-        self._names = source.names()
+        self._names, self._prefix = source.names(), prefix
+
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._names
 
     def table(self, name: str) -> Tensor:
-        stored = self._source.tensor(f"embeddings.{name}_embeddings.weight")
+        stored = self._source.tensor(f"{self._prefix}embeddings.{name}_embeddings.weight")
         return cast(DenseLinear, self._storage.embedding(stored)).weight
 
     def linear(self, *names: str) -> DenseLinear:
         """Products that read the same input, as one."""
-        weights = [self._source.tensor(f"{name}.weight") for name in names]
-        found = [f"{name}.bias" for name in names if f"{name}.bias" in self._names]
-        bias = torch.cat([self._vector(name) for name in found]) if found else None
+        weights = [self._source.tensor(f"{self._prefix}{name}.weight") for name in names]
+        found = [f"{name}.bias" for name in names if self.has(f"{name}.bias")]
+        bias = torch.cat([self.values(name) for name in found]) if found else None
         return cast(DenseLinear, self._storage.linear(weights, bias))
 
     def norm(self, name: str) -> DeviceNorm:
         """In float32: it is small."""
-        bias = self._vector(f"{name}.bias").to(self._device) if f"{name}.bias" in self._names else None
-        return DeviceNorm(self._vector(f"{name}.weight").to(self._device), bias)
+        bias = self.values(f"{name}.bias").to(self._device) if self.has(f"{name}.bias") else None
+        return DeviceNorm(self.values(f"{name}.weight").to(self._device), bias)
 
-    def _vector(self, name: str) -> Tensor:
-        return torch.from_numpy(np.array(self._source.tensor(name).to_float32()))
+    def values(self, name: str) -> Tensor:
+        """In float32, on the host."""
+        return torch.from_numpy(np.array(self._source.tensor(self._prefix + name).to_float32()))

@@ -43,7 +43,7 @@ from paceline.runner.gpu.kernels.gated_product import (
     is_worth_gating,
 )
 from paceline.runner.gpu.kernels.residual_norm import residual_norm
-from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces
+from paceline.runner.gpu.kernels.rope_kv_write import TokenPlaces, TokenTurns
 from paceline.runner.gpu.kernels.row_product import RowNorm, row_product
 from paceline.runner.gpu.kernels.scaled_product import (
     MAX_SPLIT_ROWS,
@@ -66,7 +66,7 @@ from paceline.runner.gpu.kernels.skinny_product import (
     wide_tuning,
 )
 from paceline.runner.gpu.kernels.step_rows import StepTokens
-from paceline.runner.gpu.kernels.token_inputs import PicturePages, token_inputs
+from paceline.runner.gpu.kernels.token_inputs import PicturePages, add_vectors, token_inputs
 
 _SMALL = 1 << 21  # entries of a matrix that are read in less time than a launch takes
 _WIDE = 4096  # hidden entries
@@ -80,6 +80,14 @@ def rotation_tables(spec: ModelSpec, positions: int, device: torch.device) -> li
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
         found.append(table.to(device).contiguous())
     return found
+
+
+def _turned_axes(spec: ModelSpec, device: torch.device) -> Tensor | None:
+    """Of each pair of a head by which of several numbers it turns; None: there is one, the position."""
+    if not spec.has_turns:
+        return None
+    (rope,) = spec.ropes
+    return torch.tensor(rope.axes, dtype=torch.int32, device=device)
 
 
 class DeviceDecoder:
@@ -98,6 +106,7 @@ class DeviceDecoder:
         pictures: PicturePages | None = None,  # whose vectors stand in the place of embeddings
     ) -> None:
         self.spec, self._pictures = spec, pictures
+        self._axes = _turned_axes(spec, device)
         self._embedding = cast(DenseLinear, parts.embedding).weight
         self._head = cast(DenseLinear, parts.head)
         self.dtype = self._embedding.dtype
@@ -193,10 +202,15 @@ class DeviceDecoder:
         residual = self._residual[:count]
         ids = tokens.ids[:count]
         token_inputs(residual, self._embedding, ids, scale=self._embed_scale, pages=self._pictures)
+        turned = None
+        if tokens.turns is not None:
+            assert self._axes is not None
+            turned = TokenTurns(turns=tokens.turns[:, :count], axes=self._axes)
         places = [
-            TokenPlaces(positions=tokens.positions[:count], slots=slots[:count]) for slots in tokens.slots
+            TokenPlaces(positions=tokens.positions[:count], turned=turned, slots=slots[:count])
+            for slots in tokens.slots
         ]
-        if count == 1 and self._joins_norms and adapters is None:
+        if count == 1 and self._joins_norms and adapters is None and not self.spec.num_deep:
             return self._forward_one(attention, step, places)
         # Kernels of adapters are beside.
         norms_overlap = overlapped or (adapters is not None and adapters.overlapped)
@@ -214,6 +228,8 @@ class DeviceDecoder:
             update = self._narrowed(attended, layer.output, norm, overlapped, of_layer, OUTPUT)
             x = self._add(residual, update, layer.norm_before_feed_forward, following[1], norms_overlap)
             update = self._fed(x, layer, overlapped, of_layer)
+            if index < self.spec.num_deep and self._pictures is not None:
+                add_vectors(residual, self._pictures, index)
         self._add(residual, update, self._norm, self._head, norms_overlap)
         if len(self._layers) in self._taps:
             self._tap(len(self._layers), residual)

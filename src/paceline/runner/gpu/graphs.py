@@ -27,6 +27,7 @@ TOKEN_BUCKETS = (
     2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096,
 )  # fmt: skip
 FEW_SLOTS, MANY_SLOTS = 32, 256
+_WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 LONG_STEP = 1024  # tokens from which on it does not matter that decoding rows are few
 MAX_SPANS = 256  # of a step with prompts that is replayed
 
@@ -217,3 +218,22 @@ class StepGraphs:
             return False
         graph.replay()
         return True
+
+
+def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:
+    """A number of tokens as spans of equal length: how many, and how long."""
+    number = max(1, num_tokens // longest)
+    return number, min(num_tokens, longest)
+
+
+def warm_slots(max_slots: int) -> set[int]:
+    """Numbers of decoding rows that launch all there is between them."""
+    return {1, *(min(bucket, max_slots) for bucket in (2, 16, 32, 64, 128)), max_slots}
+
+
+def warm_shapes(max_slots: int, largest: int, longest: int) -> list[tuple[int, int]]:
+    """Numbers of spans and tokens of each, of steps that launch all there is between them."""
+    shapes = [(1, 1), (1, 2), (2, 17), (min(max_slots, 64), 1)]
+    shapes += [(min(max_slots, 256), 16), (min(max_slots, 512), 8), (max_slots, 4)]
+    shapes += [spans_of(size, longest) for size in (*_WARM_STEPS, largest)]
+    return [(number, count) for number, count in shapes if number * count <= largest and number <= max_slots]

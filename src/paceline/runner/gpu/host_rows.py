@@ -70,6 +70,8 @@ class HostRows:
         self.decoding: Bool = np.zeros(num_rows, np.bool_)
         self.prompt_logprobs: I64 = np.full(num_rows, -2, np.int64)
         self.pooled: Bool = np.zeros(num_rows, np.bool_)  # no token of it is ever drawn
+        # By row that sees pictures: where each begins and ends, and its number.
+        self.media: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self.decode: I64 = np.zeros(0, np.int64)
         self._lent: I64 = np.zeros(0, np.int64)  # rows that decode in the last step alone
         self.sharing: list[SharingRows] = []  # decoding rows that share a beginning; the first slots
@@ -77,6 +79,7 @@ class HostRows:
     def clear(self) -> None:
         """All rows are empty, and none decodes on the device."""
         self.memory.forget_changes()
+        self.media.clear()
         self.decoding[:] = False
         self._lent = self._lent[:0]
         self._renew_slots()
@@ -84,6 +87,9 @@ class HostRows:
     def apply(self, plan: StepPlan) -> None:
         """Leaves, joins, row copies, block appends and copied blocks of a plan."""
         change, joins = plan.decode_rows, plan.joins
+        if self.media:
+            for row in plan.leaves.tolist():
+                self.media.pop(row, None)
         if len(joins.row):
             self._join(joins)
             self._copy_tokens(plan)
@@ -116,7 +122,13 @@ class HostRows:
         is_last = self.computed[spans] + 1 == self.num_tokens[spans]
         is_plain = (plan.spans.num_scheduled == 1) & is_last & (self.prompt_logprobs[spans] < -1)
         is_plain &= ~self.pooled[spans]
+        if self.media:  # a last token that stands for a picture is none of the vocabulary
+            is_plain &= np.array([not self._ends_in_picture(row) for row in spans.tolist()], np.bool_)
         return spans if self.lends and not plan.pad_tokens and is_plain.all() else spans[:0]
+
+    def _ends_in_picture(self, row: int) -> bool:
+        items = self.media.get(row)
+        return items is not None and items[-1][1] >= self.num_tokens[row]
 
     def batch(self, plan: StepPlan) -> DeviceBatch:
         """The rows of the step of a plan that has been applied; counters are those after it."""
@@ -198,6 +210,9 @@ class HostRows:
             self.prompt_logprobs[row] = -2 if wanted is None else wanted
             self.pooled[row] = params.pooling is not None
             memory.put_tokens(row, joins.tokens[index])
+            self.media.pop(row, None)
+            if joins.media and joins.media[index]:
+                self.media[row] = joins.media[index]
 
     def _copy_tokens(self, plan: StepPlan) -> None:
         """A branch has its parent's tokens, some of which only the device may know."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from paceline.core.guide import Guide
 from paceline.core.plan import (
     AT_LENGTH,
+    EMPTY,
     RUNNING_ON,
     STOPPED,
     GuideWork,
@@ -43,6 +44,8 @@ class GPUPending:
     draw: Callable[[Mapping[int, Guide]], tuple[Mark, tuple[RowLogprobs, ...], GuideWork | None, Mark]]
     asked: AskedLogprobs | None = None  # log-probabilities that come with the tokens
     vectors: StepVectors | None = None
+    # Items of pictures whose numbers are not usable, once the step is done; None: it completes none.
+    bad_encodings: Callable[[], I32] | None = None
     done: Mark | None = None  # None: its tokens are drawn when the guides of its rows have come
     logprobs: tuple[RowLogprobs, ...] = ()
     guided: GuideWork | None = None
@@ -96,6 +99,7 @@ class GPUPending:
             times=StepTimes(start_s=self.started_s, end_s=time.perf_counter()),
             guided=self._guided(),
             vectors=vectors,
+            bad_encodings=EMPTY if self.bad_encodings is None else self.bad_encodings(),
         )
 
     def _guided(self) -> GuideWork | None:

@@ -20,7 +20,8 @@ from paceline.config.speculative import ORACLE, DraftConfig
 from paceline.runner.gpu.kernels import BLOCK_SIZE
 from paceline.runner.gpu.kernels.draft_layout import NUM_LIMITS
 from paceline.runner.gpu.kernels.draft_predictions import STATE_WORDS
-from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS
+from paceline.runner.gpu.kernels.prefill_attention import Spans
+from paceline.runner.gpu.kernels.shared_attention import MAX_GROUPS, SharedGroups
 from paceline.runner.gpu.kernels.step_rows import MAX_STOP_IDS, RowColumns, write_words
 
 I32 = NDArray[np.int32]
@@ -48,8 +49,7 @@ class RowMemory:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         capacity = Capacity.of(config)
-        self.num_rows = capacity.num_rows
-        self.dummy_row = capacity.num_rows
+        self.num_rows = self.dummy_row = capacity.num_rows
         self.max_slots = config.scheduler.max_num_seqs
         self.depth = config.depth  # steps that may be under way beside the one that is planned
         self.num_groups = len(config.kv.groups)
@@ -85,6 +85,11 @@ class RowMemory:
             **tables,
             "tokens": (rows, config.scheduler.max_model_len + 1),
         }
+        if config.scheduler.encoder is not None:
+            shapes["turned"] = (
+                rows,
+                1,
+            )  # by how much less than its position a token behind all pictures turns
         if config.scheduler.drafts is not None:
             shapes |= _draft_shapes(config.scheduler.drafts, shapes["tokens"])
         starts, size = {}, 0
@@ -119,6 +124,15 @@ class RowMemory:
     def column(self, name: str) -> Tensor:
         """A section of one word per entry, flat."""
         return self._sections[name].device.view(-1)
+
+    def spans(self, count: int) -> Spans:
+        """The first spans of a step."""
+        names = ("row", "first", "count", "position")
+        return Spans(**{name: self.column(f"span_{name}")[:count] for name in names})
+
+    def shared_groups(self) -> SharedGroups:
+        names = ("row", "first", "count", "length")
+        return SharedGroups(**{name: self.column(f"shared_{name}") for name in names})
 
     def put(self, name: str, at: I64 | slice, values: object) -> None:
         """Entries `at` become `values`: a word each, or a row of words."""

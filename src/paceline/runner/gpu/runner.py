@@ -22,12 +22,14 @@ from paceline.config.engine import EngineConfig
 from paceline.config.speculative import DRAFT_BUCKETS
 from paceline.core.guide import Guide
 from paceline.core.plan import GuideWork, RowLogprobs, StepPlan
+from paceline.core.stretch import MediaInput
 from paceline.models.decoder import Parts
 from paceline.models.files.head_folder import HeadFiles
 from paceline.models.spec import ModelSpec
 from paceline.runner.gpu.adapters import AdapterRoom, DeviceAdapters
 from paceline.runner.gpu.compile import compiling_only, watch_compilations
 from paceline.runner.gpu.device_attention import FEW_ROWS, DeviceAttention, LaunchShape, SharedPrefixes
+from paceline.runner.gpu.device_pictures import open_pictures
 from paceline.runner.gpu.device_pooling import DevicePooler
 from paceline.runner.gpu.device_queue import DeviceQueue, Mark
 from paceline.runner.gpu.drafts.device_drafts import DeviceDrafts
@@ -58,20 +60,22 @@ from paceline.runner.gpu.graphs import (
     mixed_key,
     mixed_keys,
     slot_bucket,
+    spans_of,
+    warm_shapes,
+    warm_slots,
 )
 from paceline.runner.gpu.host_rows import DeviceBatch, HostRows
 from paceline.runner.gpu.kernels.prefill_attention import Spans
-from paceline.runner.gpu.kernels.shared_attention import SharedGroups
 from paceline.runner.gpu.kernels.step_rows import allocate_step_tokens, decode_inputs, span_inputs
 from paceline.runner.gpu.kv_pools import KVPools, SwapPool
 from paceline.runner.gpu.pending import GPUPending
+from paceline.runner.gpu.picture_encoder import DevicePictureEncoder
 from paceline.runner.gpu.slab_memory import HostPlaces, SlabMemory
 from paceline.runner.gpu.token_sampling import AskedLogprobs, DeviceSampler, reports_of_prompts
 
 Draw = Callable[[Mapping[int, Guide]], tuple[RowLogprobs, ...]]
 AnyKey = TypeVar("AnyKey", DecodeKey, DrawKey)
 _LARGE_STEP = 256  # steps too large to be replayed have a multiple of this number of tokens
-_WARM_STEPS = (256, 1024, 4096)  # tokens of steps that are run whole at the start, beside the largest
 
 
 class GPURunner:
@@ -89,17 +93,18 @@ class GPURunner:
         kv_dtype: torch.dtype | None = None,  # None: that of the weights
         guesser: HeadFiles | DraftParts | None = None,  # makes drafts
         adapter_room: AdapterRoom | None = None,  # None: rows have no adapters
+        eyes: DevicePictureEncoder | None = None,  # None: it sees no pictures
         memory: SlabMemory | None = None,  # that models share; None: it has its own
     ) -> None:
-        self._config = config
+        self._config, self._queue = config, DeviceQueue(device)
         self.max_slots = max_slots = config.scheduler.max_num_seqs
-        self._queue = DeviceQueue(device)
         self._rows = HostRows(config, device)
         rows = self._rows.memory
         max_tokens = max(config.scheduler.max_num_batched_tokens, max_slots) + max_slots
         drafts = config.scheduler.drafts
         max_drafted = 0 if drafts is None else min(DRAFT_BUCKETS[-1], max_tokens)
         max_draws = max(max_slots, max_drafted)
+        self._pictures = open_pictures(eyes, config.scheduler.encoder, max_tokens, self._queue)
         self._decoder = DeviceDecoder(
             spec,
             parts,
@@ -108,6 +113,7 @@ class GPURunner:
             max_kept=max_slots,
             device=device,
             taps=guesser.spec.taps if isinstance(guesser, HeadFiles) else (),
+            pictures=None if self._pictures is None else self._pictures.pages,
         )
         further, dtype = further_layers(guesser), self._decoder.dtype
         self._pools = KVPools(spec, config.kv, rows.tables, kv_dtype or dtype, further, memory)
@@ -136,7 +142,7 @@ class GPURunner:
                 self._rows.lends = False  # it has to see the tokens before
             sizes = {"vocab_size": spec.vocab_size, "max_tokens": max_drafted, "depth": config.depth}
             self._drafts = DeviceDrafts(drafts, rows, device=device, guesser=self._guesser, **sizes)
-        self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device)
+        self._tokens = allocate_step_tokens(max_tokens, len(rows.tables), device, eyes.axes if eyes else 0)
         self._visible = torch.zeros(rows.num_rows + 1, dtype=torch.int32, device=device)
         self._ring = torch.empty(
             config.depth + 2, 2, max_slots, dtype=torch.int32, pin_memory=self._queue.is_gpu
@@ -181,16 +187,15 @@ class GPURunner:
 
     def _steps(self) -> list[Step]:
         """Every step that is captured."""
-        steps: list[Step] = []
         adapted = self.adapters is not None
-        for decode in decode_keys(self.max_slots, can_share=self._rows.can_share, adapted=adapted):
-            steps.append((decode, partial(self._decode_step, decode)))
-        for draw in draw_keys(self.max_slots):
-            steps.append((draw, partial(self._draw_step, draw)))
+        keys = decode_keys(self.max_slots, can_share=self._rows.can_share, adapted=adapted)
+        steps: list[Step] = [(decode, partial(self._decode_step, decode)) for decode in keys]
+        steps += [(draw, partial(self._draw_step, draw)) for draw in draw_keys(self.max_slots)]
         if self._drafted is not None:
             steps += self._drafted.steps()
         for mixed in self._mixed[False] + self._mixed[True]:
-            steps.append((mixed, partial(self._forward, self._mixed_shape(mixed), mixed.adapted)))
+            shape = self._attention.shape_of(mixed.tokens, mixed.slots)
+            steps.append((mixed, partial(self._forward, shape, mixed.adapted)))
         return steps
 
     def _warm_up(self) -> None:
@@ -204,32 +209,24 @@ class GPURunner:
             self._decoder.warm_up(sizes, None if self.adapters is None else self.adapters.of_none)
             if self._guesser is not None:
                 self._guesser.warm_up(sizes)
-        for slots in {
-            1,
-            *(min(bucket, memory.max_slots) for bucket in (2, 16, 32, 64, 128)),
-            memory.max_slots,
-        }:
+        for slots in warm_slots(memory.max_slots):
             for kind in decode_kinds(self._rows.can_share, adapted=self.adapters is not None):
                 self._decode_step(DecodeKey(slots, kind))
             for with_rules, guided in DRAWS:
                 self._draw_step(DrawKey(slots, with_rules, guided))
         if self._drafted is not None:
             self._drafted.warm_up()
-        most = memory.max_slots
-        few = [(1, 1), (1, 2), (2, 17), (min(most, 64), 1)]
-        few += [(min(most, 256), 16), (min(most, 512), 8), (most, 4)]
-        many = [spans_of(size, scheduler.max_model_len) for size in (*_WARM_STEPS, largest)]
         if self._queue.is_gpu:  # steps too large to be replayed, with few decoding rows and with many
             for rows in (1, 16):
                 number, count = spans_of(max(largest - rows, 1), scheduler.max_model_len)
-                if rows + number <= most:
+                if rows + number <= memory.max_slots:
                     self._run(self._rows.dummy_batch(number, count, num_decode=rows))
-        for number, count in few + many if self._queue.is_gpu else few[:4]:
-            if number * count <= largest and number <= memory.max_slots:
-                batch = self._rows.dummy_batch(number, count)
-                self._run(batch)
-                if self.adapters is not None:
-                    self._mixed_step(batch, adapted=True)
+        shapes = warm_shapes(memory.max_slots, largest, scheduler.max_model_len)
+        for number, count in shapes if self._queue.is_gpu else shapes[:4]:
+            batch = self._rows.dummy_batch(number, count)
+            self._run(batch)
+            if self.adapters is not None:
+                self._mixed_step(batch, adapted=True)
 
     # -- how long steps take -----------------------------------------------------------------------------------
 
@@ -285,8 +282,18 @@ class GPURunner:
 
     # -- the runner seam -------------------------------------------------------------------------------------
 
+    def hold(self, media: int, given: MediaInput) -> None:
+        assert self._pictures is not None, "this model sees no pictures"
+        self._pictures.hold(media, given)
+
+    def drop(self, media: int) -> None:
+        assert self._pictures is not None, "this model sees no pictures"
+        self._pictures.drop(media)
+
     def reset(self, full: StepPlan) -> None:
         self._queue.drain()
+        if self._pictures is not None and not len(full.joins.row):  # a step has failed: they may be anything
+            self._pictures.clear()
         self._swap_pool.forget()
         self._next_seq = full.seq + 1
         self._rows.clear()
@@ -306,7 +313,10 @@ class GPURunner:
             self._swap_pool.swap(plan.swap_out, plan.swap_in)
             if len(plan.block_copies.row):
                 self._pools.copy_blocks(plan.block_copies)
-            batch = self._rows.batch(plan)
+            batch, bad_encodings = self._rows.batch(plan), None
+            if self._pictures is not None:
+                bad_encodings = self._pictures.encode(plan.encodes)
+                self._pictures.put_tokens(self._rows, batch)
             drafted = None if self._drafted is None else self._drafted.key(plan, batch)
             if self._drafted is not None and drafted is not None:
                 swapped = partial(self._swapped, wait=False)
@@ -319,11 +329,12 @@ class GPURunner:
                 batch=batch,
                 ring=ring.numpy(),
                 # A step without tokens has nothing to do but to wait for a swap.
-                swapped=partial(self._swapped, wait=not batch.num_tokens),
+                swapped=partial(self._swapped, wait=not (batch.num_tokens or plan.encodes.count)),
                 started_s=started_s,
                 draw=partial(self._draw_late, plan, ring, batch, asked, draw),
                 asked=asked,
                 vectors=self._pooler.made(),
+                bad_encodings=bad_encodings,
                 failed=None if self._drafts is None else self._drafts.failed,
                 took=None if self._drafts is None else self._drafts.forced.took,
             )
@@ -391,6 +402,8 @@ class GPURunner:
             return
         sampler.write_columns(joins)
         self._pooler.join(joins)
+        if self._pictures is not None:
+            self._pictures.join(joins, rows)
         if self._drafts is not None:
             self._drafts.join(joins)
         if self.adapters is not None:
@@ -416,8 +429,7 @@ class GPURunner:
             return None
         sampled = batch.sampled
         on_host = bool(sampler.is_host[sampled].any() or sampler.is_host[batch.spans].any())
-        with_rules = bool(sampler.has_logit_rules[sampled].any())
-        is_guided = sampler.any_guided(batch)
+        with_rules, is_guided = bool(sampler.has_logit_rules[sampled].any()), sampler.any_guided(batch)
         adapted = self.adapters is not None and self.adapters.are_in(batch)
         if not len(batch.spans) and not batch.num_pad and not on_host:
             rows.memory.send()
@@ -504,11 +516,11 @@ class GPURunner:
         overlapped = self._queue.is_gpu and slots <= FEW_ROWS
         shape = LaunchShape(num_tokens=slots, num_slots=slots, overlapped=overlapped)
         decode_inputs(self._tokens, self._visible, memory.columns, slot_rows, memory.tables)
+        if self._pictures is not None:
+            self._pictures.turn(self._tokens, slots, slot_rows, memory)
         prefixes = None
         if kind.shared:
-            names = ("row", "first", "count", "length")
-            groups = SharedGroups(**{name: memory.column(f"shared_{name}") for name in names})
-            prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=groups)
+            prefixes = SharedPrefixes(tokens=memory.column("shared"), groups=memory.shared_groups())
         step = self._attention.begin(shape, slot_rows, self._visible, None, prefixes)
         adapters = None
         if kind.adapted:
@@ -541,7 +553,7 @@ class GPURunner:
             return self._forward(shape, adapted)[:num_tokens]
         if self._graphs.replay(key):
             return self._decoder.hidden[:num_tokens]
-        return self._forward(self._mixed_shape(key), adapted)[:num_tokens]
+        return self._forward(self._attention.shape_of(key.tokens, key.slots), adapted)[:num_tokens]
 
     def _rounded(self, num_tokens: int) -> int:
         """The size a step that is not replayed is computed at: one whose products have been seen at the start."""
@@ -549,16 +561,6 @@ class GPURunner:
             return num_tokens
         up = -(-num_tokens // _LARGE_STEP) * _LARGE_STEP
         return max(num_tokens, min(up, self._config.scheduler.max_num_batched_tokens))
-
-    def _mixed_shape(self, key: MixedKey) -> LaunchShape:
-        most = min(MAX_SPANS, key.tokens)
-        return LaunchShape(
-            num_tokens=key.tokens,
-            num_slots=key.slots,
-            num_spans=most,
-            num_tiles=key.tokens // self._attention.tile_tokens + most,
-            longest_span=key.tokens,
-        )
 
     def _forward(self, shape: LaunchShape, adapted: bool) -> Tensor:
         """Hidden states of the tokens of decoding rows, then those of spans; what is left over is stored nowhere."""
@@ -571,9 +573,10 @@ class GPURunner:
             decode_inputs(tokens, self._visible, memory.columns, slot_rows, memory.tables)
         spans = None
         if shape.num_spans:
-            names = ("row", "first", "count", "position")
-            spans = Spans(**{name: memory.column(f"span_{name}")[: shape.num_spans] for name in names})
+            spans = memory.spans(shape.num_spans)
             span_inputs(tokens, spans, shape.longest_span, memory.columns, memory.tables)
+        if self._pictures is not None:
+            self._pictures.turn(tokens, shape.num_tokens, slot_rows, memory)
         step = self._attention.begin(shape, slot_rows, self._visible, spans)
         adapters = None
         if adapted:
@@ -590,9 +593,3 @@ class GPURunner:
                 shape=shape, tokens=self._tokens, visible=self._visible, slot_rows=slot_rows, spans=spans
             )
             self._guesser.follow(step, hidden)
-
-
-def spans_of(num_tokens: int, longest: int) -> tuple[int, int]:
-    """A number of tokens as spans of equal length: how many, and how long."""
-    number = max(1, num_tokens // longest)
-    return number, min(num_tokens, longest)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 TILE_WIDTH = 4  # first query, behind the last query, first key, behind the last key
 LARGEST_HEAD = 256
+Index = NDArray[np.integer]
 _LOG2E = 1.4426950408889634
 _LEAST = 16  # entries of a factor of a matrix instruction
 
@@ -43,15 +44,17 @@ def ragged_tuning(head_dim: int) -> RaggedTuning:
 
 
 def ragged_tiles(
-    starts: NDArray[np.integer], counts: NDArray[np.integer], query_rows: int
+    starts: Index, counts: Index, query_rows: int, *, keys: tuple[Index, Index] | None = None
 ) -> NDArray[np.int32]:
-    """Tiles [number, TILE_WIDTH] of the sequences that begin at `starts`; those with most keys come first."""
+    """Tiles [number, TILE_WIDTH] of the queries that begin at `starts`; those with most keys come first. `keys`: where
+    those of each sequence begin and end; None: its queries are all there is of it."""
+    begins, ends = (starts, starts + counts) if keys is None else keys
     number = -(-counts // query_rows)
     owner = np.repeat(np.arange(len(counts)), number)
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(number) - number, number)) * query_rows
-    first, end = starts[owner], (starts + counts)[owner]
-    tiles = np.stack([first + offset, np.minimum(first + offset + query_rows, end), first, end], axis=1)
-    order = np.argsort(-counts[owner], kind="stable")
+    first, last = starts[owner] + offset, (starts + counts)[owner]
+    tiles = np.stack([first, np.minimum(first + query_rows, last), begins[owner], ends[owner]], axis=1)
+    order = np.argsort(-(ends - begins)[owner], kind="stable")
     found: NDArray[np.int32] = tiles[order].astype(np.int32)
     return found
 

@@ -32,10 +32,19 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTurns:
+    """By what tokens turn, where that is more than their position: a number for each axis."""
+
+    turns: Tensor  # int32 [axes, tokens], with any distance between axes
+    axes: Tensor  # int32 [pairs]: by which of these numbers each pair of a head turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlaces:
     """Where each token stands in its sequence and in memory."""
 
     positions: Tensor  # int32 [tokens]
+    turned: TokenTurns | None = None  # None: by their positions
     slots: Tensor  # int32 or int64 [tokens]: block * BLOCK_SIZE + place in the block, -1 for nowhere
 
 
@@ -62,20 +71,25 @@ def rope_kv_write(
     assert keys.dtype == values.dtype and keys.dtype in (query.dtype, torch.float8_e4m3fn)
     assert product.stride(1) == 1 and rotation.is_contiguous() and rotary_dim % 2 == 0
     per_program = _heads_per_program(heads, kv_heads)
+    turned = places.turned
+    assert turned is None or (turned.turns.stride(1) == 1 and len(turned.axes) == rotary_dim // 2)
     _write_kernel[(tokens, (heads + 2 * kv_heads) // per_program)](
         query,
         keys,
         values,
         product,
-        places.positions,
+        places.positions if turned is None else turned.turns,
+        places.positions if turned is None else turned.axes,
         places.slots,
         rotation,
         norm.query_weight if norm else rotation,
         norm.key_weight if norm else rotation,
         product.stride(0),
         query.stride(0),
+        0 if turned is None else turned.turns.stride(0),
         norm.epsilon if norm else 0.0,
         HAS_NORM=norm is not None,
+        HAS_AXES=turned is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -104,15 +118,18 @@ def _write_kernel(
     keys,
     values,
     product,
-    positions,
+    turns,
+    axes,
     slots,
     rotation,
     query_weight,
     key_weight,
     product_stride,
     query_stride,
+    turns_stride,
     epsilon,
     HAS_NORM: tl.constexpr,
+    HAS_AXES: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,7 +149,11 @@ def _write_kernel(
     rest = tl.zeros([PER_PROGRAM, REST_LANES], tl.int32) + 2 * HALF + tl.arange(0, REST_LANES)[None, :]
     in_half = half < HALF
     in_rest = rest < HEAD_DIM
-    position = tl.load(positions + token).to(tl.int64)
+    if HAS_AXES:
+        axis = tl.load(axes + half, mask=in_half, other=0).to(tl.int64)
+        position = tl.load(turns + axis * turns_stride + token).to(tl.int64)
+    else:
+        position = tl.load(turns + token).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     turn = rotation + position * (2 * HALF) + half
     cosine = tl.load(turn, mask=in_half, other=0.0)

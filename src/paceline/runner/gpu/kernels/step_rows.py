@@ -124,9 +124,14 @@ class StepTokens:
     ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
     slots: Sequence[Tensor]  # int64 [tokens]
+    turns: Tensor | None = (
+        None  # int32 [axes, tokens]: by what they turn, if that is more than their positions
+    )
 
 
-def allocate_step_tokens(tokens: int, groups: int, device: torch.device | str = "cuda") -> StepTokens:
+def allocate_step_tokens(
+    tokens: int, groups: int, device: torch.device | str = "cuda", axes: int = 0
+) -> StepTokens:
     def column(dtype: torch.dtype) -> Tensor:
         return torch.zeros(tokens, dtype=dtype, device=device)
 
@@ -134,6 +139,7 @@ def allocate_step_tokens(tokens: int, groups: int, device: torch.device | str = 
         ids=column(torch.int32),
         positions=column(torch.int32),
         slots=[column(torch.int64) for _ in range(groups)],
+        turns=torch.zeros(axes, tokens, dtype=torch.int32, device=device) if axes else None,
     )
 
 

@@ -21,16 +21,25 @@ _LANES = 1024
 class PicturePages:
     """Buffers that steps read."""
 
-    vectors: Tensor  # [slots, width], of the table's type
+    vectors: Tensor  # [slots, values], of the table's type: what the first layer reads, then what others add
     slots: Tensor  # int32 [tokens]: where the vector of each token of a step lies in them, or NO_VECTOR
+    # int32 [axes, tokens]: by how much more than its position each turns; None: by that alone.
+    added: Tensor | None = None
 
 
 def allocate_picture_pages(
-    num_vectors: int, width: int, max_tokens: int, *, dtype: torch.dtype, device: torch.device | str = "cuda"
+    num_vectors: int,
+    values: int,
+    max_tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cuda",
+    axes: int = 0,
 ) -> PicturePages:
     return PicturePages(
-        vectors=torch.zeros(num_vectors, width, dtype=dtype, device=device),
+        vectors=torch.zeros(num_vectors, values, dtype=dtype, device=device),
         slots=torch.full((max_tokens,), NO_VECTOR, dtype=torch.int32, device=device),
+        added=torch.zeros(axes, max_tokens, dtype=torch.int32, device=device) if axes else None,
     )
 
 
@@ -41,7 +50,7 @@ def token_inputs(
     count, width = out.shape
     assert out.stride(1) == table.stride(1) == 1 and table.shape[1] == width and len(ids) == count
     vectors, slots = (table, ids) if pages is None else (pages.vectors, pages.slots)
-    assert vectors.stride(1) == 1 and vectors.shape[1] == width and vectors.dtype == table.dtype
+    assert vectors.stride(1) == 1 and vectors.shape[1] >= width and vectors.dtype == table.dtype
     _input_kernel[(count, triton.cdiv(width, _LANES))](
         out,
         table,
@@ -57,6 +66,37 @@ def token_inputs(
         LANES=_LANES,
         num_warps=4,
     )
+
+
+def add_vectors(residual: Tensor, pages: PicturePages, layer: int) -> None:
+    """What layer `layer` adds to `residual` [tokens, width] where tokens stand for pictures."""
+    count, width = residual.shape
+    vectors = pages.vectors[:, (layer + 1) * width : (layer + 2) * width]
+    assert residual.stride(1) == 1 and vectors.shape[1] == width
+    _add_kernel[(count, triton.cdiv(width, _LANES))](
+        residual,
+        vectors,
+        pages.slots,
+        residual.stride(0),
+        vectors.stride(0),
+        WIDTH=width,
+        LANES=_LANES,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["stride", "vector_stride"])
+def _add_kernel(residual, vectors, slots, stride, vector_stride, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    mask = lane < WIDTH
+    at = residual + token * stride + lane
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(vectors + slot * vector_stride + lane, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, x.to(residual.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["out_stride", "table_stride", "vector_stride"])
