@@ -120,7 +120,7 @@ class Pictures:
                 _logger.exception("pictures could not be encoded")
         return []
 
-    def _alone(self, item: MediaInput) -> Floats:
+    def _alone(self, item: MediaInput) -> Any:
         """The vectors of an item whose group has failed. If it fails alone as well, that fails the requests that need
         it, and neither the step nor the others of its group."""
         try:
