@@ -45,10 +45,10 @@ def openai(server: ClientServer) -> Iterator[OpenAI]:
         yield client
 
 
-def all_at_once(ask: Callable[[int], Any]) -> list[Any]:
+def all_at_once(ask: Callable[[int], Any], count: int = COUNT) -> list[Any]:
     """The answers to all requests, in their order; the first error is the test's."""
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(ask, range(COUNT)))
+        return list(pool.map(ask, range(count)))
 
 
 def texts_of(number: int) -> list[int]:
@@ -112,8 +112,10 @@ RERANKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Every request has all texts.
+@pytest.mark.parametrize("count", [2 * len(TEXTS), pytest.param(COUNT, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", RERANKS)
-def test_rerank(server: ClientServer, wanted: Vectors, name: str) -> None:
+def test_rerank(server: ClientServer, wanted: Vectors, name: str, count: int) -> None:
     path, body = RERANKS[name]
 
     def ask(number: int) -> Any:
@@ -121,7 +123,7 @@ def test_rerank(server: ClientServer, wanted: Vectors, name: str) -> None:
         assert reply.status == 200, reply.body
         return json.loads(reply.body)["results"]
 
-    for number, found in enumerate(all_at_once(ask)):
+    for number, found in enumerate(all_at_once(ask, count)):
         scores = wanted @ wanted[number % len(TEXTS)]
         assert len(found) == 3 and found[0]["index"] == number % len(TEXTS)
         values = [each["relevance_score"] for each in found]
