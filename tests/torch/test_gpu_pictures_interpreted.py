@@ -243,7 +243,7 @@ def test_numbers_that_are_not_usable_end_the_requests_of_their_picture_alone(tmp
         media=prompt("smolvlm", 3, picture("smolvlm", 0)).parts,
     )
     (good,) = engine.add([5, 6, 7], GREEDY)
-    ended = {}
+    ended: dict[int, FinishReason] = {}
     while len(ended) < 2:
         ended |= {finished.request: finished.reason for finished in engine.step_overlapped().finished}
     assert ended == {bad: FinishReason.ERROR, good: FinishReason.LENGTH}

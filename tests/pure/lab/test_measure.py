@@ -86,9 +86,7 @@ def slow_kv_slots(state: SchedulerState) -> tuple[int, int]:
 def test_the_steps_of_a_replica_are_written_down(mode: str, depth: int) -> None:
     workload = random_workload(40, 11)
     meter = Meter(workload)
-    replica = Replica(
-        0, sim_config(small_engine(mode=mode, depth=depth, num_blocks=200)), meter, np.zeros(1, np.int64)
-    )
+    replica = Replica(0, sim_config(small_engine(mode=mode, depth=depth, num_blocks=200)), meter)
     state = replica.engine.scheduler.state
     expected: list[tuple[float, ...]] = []
     written = replica.runner.observe

@@ -298,7 +298,7 @@ def test_numbers_that_are_not_usable_end_the_requests_that_need_them(
         encoder, engine = pictures_of(llm)._encoder, llm.loaded.engine
         vectors = encoder.vectors
 
-        def damaged(line: Any, items: Sequence[MediaInput]) -> list[Any]:
+        def damaged(line: Any, items: Sequence[MediaInput]) -> Sequence[Any]:
             found = vectors(line, items)
             for item, values in zip(items, found, strict=True):
                 if item.content.endswith(b" 0"):
@@ -321,7 +321,7 @@ def test_vectors_do_not_depend_on_the_group_or_on_pieces(saved: tuple[Path, Any]
         layers = llm.loaded.config.scheduler.encoder.layers  # type: ignore[union-attr]
         items = [picture(saved[0].name, seed).given for seed in range(3)]
 
-        def encoded(together: list[MediaInput], size: int) -> list[Any]:
+        def encoded(together: list[MediaInput], size: int) -> Sequence[Any]:
             line, total = encoder.begin(together), 2 * layers * sum(item.units for item in together)
             for first in range(0, total, size):
                 encoder.advance(line, first, min(size, total - first))
