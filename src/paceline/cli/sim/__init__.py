@@ -28,6 +28,12 @@ def _run(values: Mapping[str, Any]) -> None:
         run_calibration(options, engine)
         return
 
+    if options.world:
+        from paceline.cli.sim.world import run_world
+
+        run_world(options)
+        return
+
     from paceline.cli.sim.run import plan_runs, recordings_of, run_all
     from paceline.cli.sim.view import Outputs, print_results, write_files
 

@@ -230,6 +230,18 @@ class SimOptions(CheckedOptions):
         metavar="NAME:SHARE[,...]",
     )
 
+    world: str = option(
+        "",
+        "simulate the world in this file: thousands of replicas as flows, regions, a day",
+        metavar="FILE.yaml",
+    )
+    curves: str = option(
+        "",
+        "file with what a replica of a world can do; measured, which takes minutes, where it is not there",
+        metavar="FILE.json",
+        default_text="name of the world with .curves.json",
+    )
+
     seed: int = option(0, "seed of everything that is random", low=0, panel="Chance and faults")
     faults: str = option(
         "",
