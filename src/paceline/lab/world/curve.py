@@ -28,10 +28,8 @@ Floats = NDArray[np.float64]
 
 LOADS = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95)  # of what a replica serves at most
 PROBES = 4  # replicas behind one router, for each load
-FULL = (
-    0.25,
-    0.7,
-)  # of the requests of the full run: before, all rows are young, and behind, the queue is empty
+# Of the requests of the full run: before, all rows are young, and behind, the queue is empty.
+FULL = (0.25, 0.7)
 POINTS = 200  # of a distribution, each as likely
 ROW_POINTS = 24
 LEAST_PROBE_S = 30.0

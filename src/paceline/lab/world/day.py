@@ -22,11 +22,8 @@ Floats = NDArray[np.float64]
 
 TICK_S = 1.0
 WINDOW_S = 10.0  # for which figures are written down
-CALM_S, AFTER_S, RECOVERY = (
-    60.0,
-    600.0,
-    1.2,
-)  # around a death: before it, looked at after it, and how close is well
+# Around a death: before it, looked at after it, and how close is well.
+CALM_S, AFTER_S, RECOVERY = 60.0, 600.0, 1.2
 BALANCE = 1e-6  # of all requests: what rounding may lose
 
 

@@ -111,9 +111,8 @@ class DevicePictureEncoder:
         self._options: EncoderSpec = spec.encoder
         self.patches: PatchSpec = spec.encoder.patches
         self.dtype, self._queue = dtype, queue
-        self.axes = (
-            3 if source.spec.has_turns else 0
-        )  # numbers that a token of the decoder turns by; 0: its position
+        # Numbers that a token of the decoder turns by; 0: its position.
+        self.axes = 3 if source.spec.has_turns else 0
         self._tuning = ragged_tuning(spec.head_dim)
         read = DeviceTensors(source, DeviceStorage(queue.device, dtype, "none"), queue.device, VISION)
         patches = read.values(f"{PATCHES}.weight")

@@ -86,10 +86,8 @@ class RowMemory:
             "tokens": (rows, config.scheduler.max_model_len + 1),
         }
         if config.scheduler.encoder is not None:
-            shapes["turned"] = (
-                rows,
-                1,
-            )  # by how much less than its position a token behind all pictures turns
+            # By how much less than its position a token behind all pictures turns.
+            shapes["turned"] = (rows, 1)
         if config.scheduler.drafts is not None:
             shapes |= _draft_shapes(config.scheduler.drafts, shapes["tokens"])
         starts, size = {}, 0
