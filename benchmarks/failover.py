@@ -80,23 +80,27 @@ def note(found: dict[str, Any], chunk: dict[str, Any]) -> None:
 
 
 class Killer:
-    """Ends a random engine after every so many streams, as soon as another one is there too."""
+    """Ends a random engine after every so many streams, as soon as another one is there too and some seconds after the
+    last one: a stream goes on twice, and one that meets three deaths ends."""
 
-    def __init__(self, port: int, every: int, kills: int) -> None:
-        self._port, self._every, self._kills = port, every, kills
+    def __init__(self, port: int, every: int, kills: int, apart_s: float) -> None:
+        self._port, self._every, self._kills, self._apart_s = port, every, kills, apart_s
+        self._killed_s = -apart_s
         self._lock, self._ended, self._random = threading.Lock(), 0, random.Random(5)
         self.num_kills = 0
 
     def ended(self) -> None:
         with self._lock:
             self._ended += 1
-            if min(self._ended // self._every, self._kills) <= self.num_kills:
+            now_s = time.monotonic()
+            is_early = now_s < self._killed_s + self._apart_s
+            if is_early or min(self._ended // self._every, self._kills) <= self.num_kills:
                 return
             engines = json.loads(call(self._port, "/v1/admin/fleet")[1])["engines"]
             ready = [each["pid"] for each in engines if each["state"] == "ready"]
             if len(ready) > 1:
                 os.kill(self._random.choice(ready), signal.SIGKILL)
-                self.num_kills += 1
+                self.num_kills, self._killed_s = self.num_kills + 1, now_s
 
 
 def told_by(port: int, given: Given, killer: Killer | None = None) -> tuple[list[dict[str, Any]], float]:
@@ -116,6 +120,7 @@ def told_by(port: int, given: Given, killer: Killer | None = None) -> tuple[list
     flag("--engines", 3, "engines of the server"),
     flag("--streams", 300, "streams in all, 12 at a time"),
     flag("--kills", 20, "engines that are killed"),
+    flag("--apart-s", 5.0, "seconds between two of them, at least"),
     flag("--tokens", 240, "tokens of each"),
     flag("--model", "", "model; none: a tiny one with made-up weights"),
 )
@@ -128,7 +133,9 @@ def failover(given: Given) -> Found:
         ledger = Path(folder) / "ledger.db"
         fleet = ["--replicas", str(given.engines), "--max-restarts", "1000", "--restart-backoff-s", "0"]
         with served([*options, *fleet, "--ledger", str(ledger)], Path(folder) / "log") as server:
-            killer = Killer(server.port, max(1, given.streams // (given.kills + 1)), given.kills)
+            killer = Killer(
+                server.port, max(1, given.streams // (given.kills + 1)), given.kills, given.apart_s
+            )
             told, seconds = told_by(server.port, given, killer)
             page = call(server.port, "/metrics")[1].decode()
         with closing(sqlite3.connect(ledger)) as entries:
