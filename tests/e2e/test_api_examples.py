@@ -107,7 +107,8 @@ def test_every_route_that_generates_and_nearly_every_other_has_an_example(stored
     feeds = {"GET /v1/admin/watch", "POST /v1/admin/traffic"}  # without an end, or as long as many answers
     adapters = {f"POST /v1/{verb}_lora_adapter" for verb in ("load", "unload")}  # of servers with --lora-dir
     vectors = {f"POST {path}" for path in FORMS}  # of models that make them
-    without = {"GET /openapi.json", "GET /docs", "GET /metrics", *vectors, *feeds, *adapters}
+    fleets = {path for path in described if "/v1/admin/fleet" in path}  # of servers with --replicas
+    without = {"GET /openapi.json", "GET /docs", "GET /metrics", *vectors, *feeds, *adapters, *fleets}
     assert described - stored.keys() == without
 
 
