@@ -20,7 +20,15 @@ from paceline.runner.parallel.wire import encode
 from tests.torch.llm_helpers import OPTIONS
 from tests.waiting import wait_until
 
-RANKED = {**OPTIONS, "device": "cpu", "cpu_backend": "torch", "num_host_blocks": 32, "num_blocks": 12}
+# What is evicted by its expected reuse depends on when it was used, and with it the numbers of blocks in plans.
+RANKED = {
+    **OPTIONS,
+    "device": "cpu",
+    "cpu_backend": "torch",
+    "num_host_blocks": 32,
+    "num_blocks": 12,
+    "eviction": "lru",
+}
 PROMPTS = [
     f"{word} of the prompt, and more of it" for word in ("First", "Second", "Third", "Fourth", "Fifth")
 ]
