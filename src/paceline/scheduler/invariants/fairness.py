@@ -184,6 +184,10 @@ def a_long_prompt_leaves_room_for_others(context: CheckContext) -> str | None:
     composer = context.scheduler.composer
     if context.plan is None or not len(state.queue) or composer.last_draft.left > 0:
         return None
+    if any(d.kind in (DecisionKind.PIN, DecisionKind.UNPIN) for d in context.decisions):
+        return (
+            None  # pins are settled behind admission: the blocks that a request lacked may be free since then
+        )
     view = state.queue.view(state.now_s)
     share = state.share(view, composer.last_draft.budget)
     if int(context.plan.spans.num_scheduled.max(initial=0)) <= share:
