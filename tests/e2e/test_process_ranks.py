@@ -55,7 +55,10 @@ async def lose_one(engine: EngineProcess, rng: random.Random) -> None:
     await until(lambda: engine.pid not in (pid, None) and engine.client.state is EngineState.READY, START_S)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.campaign)])
+# More by hand: PACELINE_KILLS=50.
+@pytest.mark.parametrize(
+    "kills", [1, pytest.param(int(os.environ.get("PACELINE_KILLS", "8")), marks=pytest.mark.campaign)]
+)
 def test_an_engine_that_loses_a_rank_answers_and_is_replaced(folder: Path, kills: int) -> None:
     async def test() -> None:
         model = ModelConfig(model=str(folder), load_format="dummy", device="cpu", tensor_parallel_size=2)
