@@ -462,6 +462,7 @@ class AsyncEngine:
         for first, forecast in update.forecasts:
             if (stream := self._streams.get(first)) is not None:
                 stream.forecast = forecast
+                stream.is_known = True
             else:
                 self._forecasts.answer(first, forecast)
         for rejected in update.rejections:

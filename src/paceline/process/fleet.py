@@ -428,12 +428,13 @@ class Fleet:
         return self._place(stream)
 
     def _is_suspect(self, stream: FleetStream) -> bool:
-        """Whether the request may be why its engine was lost: one that had just come, if there is any, else all."""
+        """Whether the request may be why its engine was lost: one that had just come, if there is any, else all. Never
+        one that the engine had not read."""
         member = self.members[stream.engine]
         if member.had_newcomers is None:
             own = [each for each in self._streams.values() if each.engine == stream.engine]
-            member.had_newcomers = not all(each.has_news for each in own)
-        return not stream.has_news or not member.had_newcomers
+            member.had_newcomers = any(each.was_read and not each.has_news for each in own)
+        return stream.was_read and not (stream.has_news and member.had_newcomers)
 
     def _give_up(self, stream: FleetStream) -> None:
         self.failovers["gave_up"] += 1

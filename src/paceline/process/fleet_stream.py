@@ -134,6 +134,13 @@ class FleetStream:
         return any(self.outputs)
 
     @property
+    def was_read(self) -> bool:
+        """Whether the engine that has it knew of it: it forecasts each request once it has read it, but for vectors."""
+        if self.has_news or (self.asked is not None and self.asked.sampling.pooling is not None):
+            return True
+        return self.inner is not None and self.inner.is_known
+
+    @property
     def is_over(self) -> bool:
         return None not in self.endings
 

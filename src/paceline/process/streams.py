@@ -73,7 +73,7 @@ class Stream:
 
     __slots__ = (
         *("_close", "_finish_at", "_on_updates", "_waiter", "branches", "error", "first", "num_open"),
-        *("forecast", "touched", "undelivered"),
+        *("forecast", "is_known", "touched", "undelivered"),
     )
     failovers = 0
 
@@ -94,6 +94,7 @@ class Stream:
         self._on_updates: OnUpdates | None = None
         self.error: PacelineError | None = None
         self.forecast: Forecast | None = None
+        self.is_known = False  # the engine has told something of it, so that it has read it
         self._waiter: asyncio.Future[None] | None = None
         self._close = close
         self._finish_at = finish_at

@@ -66,6 +66,10 @@ class FakeEngine:
         endings = [] if ends is None else [ends._replace(request=RequestId(first + ends.request))]
         self.client.on_update(frames.Update(1.0, ids, tokens, endings=endings))
 
+    def forecast(self) -> None:
+        """It has read the newest request."""
+        self.client.on_update(frames.Update(1.0, forecasts=[(self.adds[-1].first, None)]))
+
     def refuse(self) -> None:
         rejected = frames.rejected_with(QueueFull("full"), self.adds[-1].first)
         self.client.on_update(frames.Update(1.0, rejections=[rejected]))
@@ -219,6 +223,23 @@ def test_a_request_waits_for_an_engine_and_then_is_told_that_there_is_none() -> 
     run(test())
 
 
+def test_engines_that_had_not_read_a_request_were_not_lost_to_it() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        reader = asyncio.create_task(read(stream))
+        for dying in (one, other):  # both are gone already when it is sent
+            await asyncio.sleep(0.01)
+            dying.die()
+        await asyncio.sleep(0.01)
+        one.start()
+        await asyncio.sleep(0.05)
+        one.tell((0, 1), ends=ends(0, 1))
+        assert tokens_of(await reader) == [1] and stream.failovers == 2
+
+    run(test())
+
+
 def test_a_request_that_was_in_two_engines_when_they_died_ends_and_its_prompt_is_refused() -> None:
     async def test() -> None:
         fleet, engines = fleet_of(3, max_failovers=5)
@@ -227,6 +248,7 @@ def test_a_request_that_was_in_two_engines_when_they_died_ends_and_its_prompt_is
         for _ in range(2):  # those that have told something are not suspected as long as one has not
             dying = next(each for each in engines if each.adds and each.adds[-1].first == poison.inner.first)  # type: ignore[attr-defined]
             reader = asyncio.create_task(poison.take())
+            dying.forecast()
             dying.die()
             await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable) as raised:
@@ -260,6 +282,7 @@ def test_no_more_failovers_than_allowed() -> None:
             newcomers.append(fleet.submit([1], SAMPLING, tenant="a"))
             while newcomers[-1].engine != stream.engine:  # type: ignore[attr-defined]
                 newcomers.append(fleet.submit([1], SAMPLING, tenant="a"))
+            engine.forecast()
             reader = asyncio.create_task(stream.take())
             await asyncio.sleep(0)
             engine.die()
