@@ -40,7 +40,7 @@ class StepRecorder(Protocol):
 
 
 class StepWatcher(Protocol):
-    """Observes the steps of an engine; see `watch.trace`."""
+    """Observes the steps of an engine; see `engine.trace`."""
 
     def submitted(self, plan: StepPlan, decisions: Sequence[Decision], time_s: float) -> None: ...
 

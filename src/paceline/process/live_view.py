@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from paceline.core.counters import CPUWork
 from paceline.engine.engine import Engine
-from paceline.watch.snapshot import ROW_COLUMNS, Snapshot
-from paceline.watch.trace import StepTrace, TraceDelta
+from paceline.engine.snapshot import ROW_COLUMNS, Snapshot
+from paceline.engine.trace import StepTrace, TraceDelta
 
 # How much energy the engine's device has taken, where it says so: NVIDIA's management library, by its C interface.
 #

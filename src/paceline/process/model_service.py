@@ -30,6 +30,7 @@ from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
 from paceline.engine.reports import gauges_of
+from paceline.engine.snapshot import levels_below
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
@@ -42,7 +43,6 @@ from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
 from paceline.scheduler.scheduler import Scheduler
-from paceline.watch.snapshot import levels_below
 
 # Turning the dial and changing the policy of an engine that serves, in its own process, and saying how it stands.
 #

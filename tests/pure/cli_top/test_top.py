@@ -20,8 +20,8 @@ from paceline.cli.remote import Connection
 from paceline.cli.top.picture import RECOMPUTE, SWAP, ServerPicture, percentile
 from paceline.cli.top.run import FeedFollower
 from paceline.cli.top.view import frame
+from paceline.engine.trace import StepTrace
 from paceline.process.live_view import delta_values
-from paceline.watch.trace import StepTrace
 from tests.dst.world import World
 from tests.waiting import wait_until
 

@@ -14,11 +14,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from paceline.engine.trace import Watch
 from paceline.lab.bench.demo_runs import Driver, ModeRun, Traffic
 from paceline.lab.report.lanes import DECODE, EMPTY, HELD, PADDING, PROMPT
 from paceline.lab.report.summary import Summary, summarize
 from paceline.lab.report.table import format_number
-from paceline.watch.trace import Watch
 
 if TYPE_CHECKING:
     from paceline.server.live.recording import Race

@@ -28,6 +28,7 @@ from paceline.core.recorder import RunWatcher, StepWatcher
 from paceline.core.request import Request, RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.engine.stepper import Stepper
+from paceline.engine.trace import Watch
 from paceline.factory import LoadedModel, load_model
 from paceline.lab.bench.machine import BUDGETS, engine_sizes
 from paceline.lab.bench.shapes import write_shape
@@ -41,7 +42,6 @@ from paceline.lab.report.table import to_json as summary_json
 from paceline.lab.workload import Workload, load_workload
 from paceline.llm.offline import interrupts_noted
 from paceline.scheduler.state import SchedulerState
-from paceline.watch.trace import Watch
 
 # -- the traffic: bursts of requests whose lengths are those of recorded chats, or smaller -------------------
 #

@@ -37,12 +37,12 @@ from paceline.core.events import Decision, DecisionKind, Rule
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.recorder import Inputs, RunWatcher, StepRecord
 from paceline.core.request import BlockKey, Request, named_keys
+from paceline.engine.trace import Watch
 from paceline.errors import DeadlineImpossible, DeadlineInfeasible, InputError, NeverFits, QueueFull
 from paceline.factory import build_scheduler
 from paceline.policy import Policy
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.state import SchedulerState
-from paceline.watch.trace import Watch
 
 Progress = Callable[[int], None]  # steps replayed
 MAX_SHOWN = 120  # characters of a value in a message

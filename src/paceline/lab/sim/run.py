@@ -27,6 +27,7 @@ from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.conductor import Conductor, Seat, broken_rules
 from paceline.engine.media import attach
 from paceline.engine.slab_trade import SlabTrade, broken_slabs
+from paceline.engine.trace import Watch
 from paceline.errors import EngineFailed, InputError
 from paceline.kv.slabs import Owner, SlabMarket
 from paceline.lab.measure import Meter
@@ -37,7 +38,6 @@ from paceline.lab.sim.settings import SimConfig
 from paceline.lab.sim.simulated_fleet import SimulatedFront
 from paceline.lab.workload.workload import Workload
 from paceline.scheduler.invariants import InvariantViolation
-from paceline.watch.trace import Watch
 
 PRIORITY_FORMS = "none, tenant, class, random:LEVELS"
 MAX_LEVELS = 1000

@@ -19,13 +19,13 @@ from paceline.audit.ring import DecisionRing
 from paceline.core.events import Decision, DecisionKind, Finished, StepEvents, TokenEvents
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestId
+from paceline.engine.trace import PeriodicTrace, TraceDelta
 from paceline.process.client import Explanation
 from paceline.process.live_view import delta_values
 from paceline.scheduler.state import SchedulerState
 from paceline.server.live.feed import LATENCIES, message
 from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
-from paceline.watch.trace import PeriodicTrace, TraceDelta
 
 INTERVAL_S = 0.1  # of the run, between two messages at its beginning
 DOUBLES_AFTER = 1_500  # messages, after which they come half as often

@@ -20,8 +20,8 @@ from paceline.core.events import Decision, DecisionKind
 from paceline.core.fast import value
 from paceline.core.plan import EMPTY, SAME_ROWS, StepPlan
 from paceline.core.recorder import RunWatcher
+from paceline.engine.snapshot import Snapshot, places_here, snapshot_of
 from paceline.scheduler.state import Flight, SchedulerState
-from paceline.watch.snapshot import Snapshot, places_here, snapshot_of
 
 Watch = Callable[[SchedulerState], RunWatcher]  # makes the watcher of the engine with that state
 MOST_STEPS = 4096  # notes between two deltas

@@ -15,9 +15,9 @@ from paceline.cli.top.picture import unpack_steps
 from paceline.config.speculative import DraftConfig
 from paceline.core.events import DecisionKind
 from paceline.core.stretch import MediaPart
+from paceline.engine.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
+from paceline.engine.trace import PeriodicTrace, StepTrace, TraceDelta
 from paceline.process.live_view import delta_values
-from paceline.watch.snapshot import CACHED, FREE, HELD, ROW_COLUMNS, SHARED, snapshot_of
-from paceline.watch.trace import PeriodicTrace, StepTrace, TraceDelta
 from tests.cases import first
 from tests.dst.world import World
 from tests.pure.engine.engine_helpers import Bench, engine_config, prompt
