@@ -19,6 +19,7 @@ from typing import NamedTuple
 # -P: a file in the folder the server was started in must not stand in for a module.
 COMMAND = (sys.executable, "-P", "-m", "paceline.process.engine_main")
 SECRETS = ("PACELINE_API_KEY", "PACELINE_ADMIN_KEY")  # of no use to an engine
+DEVICES = "CUDA_VISIBLE_DEVICES"  # names the GPUs that a process may use
 STDERR = 2
 _POLL_S = 0.01
 _DUMP_S = 0.5  # what writing the stacks may take
@@ -42,13 +43,13 @@ def deal_out(count: int) -> list[Place]:
     devices = _devices()
     if not devices:
         return [Place(share) for share in shares]
-    named = [{"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]} for number in range(count)]
+    named = [{DEVICES: devices[number % len(devices)]} for number in range(count)]
     return [Place(share, each) for share, each in zip(shares, named, strict=True)]
 
 
 def _devices() -> list[str]:
     """The GPUs that this process may use, as the variable names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = os.environ.get(DEVICES)
     if given is not None:
         return [each for each in given.split(",") if each]
     found = [each.name[len("nvidia") :] for each in Path("/dev").glob("nvidia[0-9]*")]

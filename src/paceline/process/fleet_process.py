@@ -14,7 +14,7 @@ from functools import partial
 from paceline.config.model_set import ModelSet
 from paceline.config.server import FleetConfig, ProcessConfig
 from paceline.process import frames
-from paceline.process.child import EngineChild
+from paceline.process.child import EngineChild, Place
 from paceline.process.fleet import Fleet
 from paceline.process.questions import Numbers
 from paceline.process.supervisor import EngineProcess
@@ -38,6 +38,7 @@ class FleetProcess:
             EngineProcess(model, {}, config, child, models, numbers=numbers, place=child.place)
             for child in children
         ]
+        self.places = [child.place or Place() for child in children]  # what of this machine each has
         self.client = Fleet([engine.client for engine in self.engines], fleet, numbers)
         self.clients = [self.client]
         self.on_lost: Callable[[str], None] | None = None

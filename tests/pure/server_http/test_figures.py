@@ -7,13 +7,15 @@ import io
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.serve.view import LoadingLine, card_lines, show_card
+from paceline.cli.serve.view import LoadingLine, card_lines, engines_line, show_card
 from paceline.core.counters import Counters
+from paceline.process.child import DEVICES, Place
 from paceline.process.client import EngineState, EngineStats
 from paceline.process.frames import StillLoading
 from paceline.server.generate.request_record import RequestRecord
@@ -279,6 +281,34 @@ def test_the_card_of_an_encoder_speaks_of_texts(vectors: str, path: str) -> None
     assert lines["texts"] == "of up to 64 tokens, at most 4 at once" and lines["vectors"] == vectors
     assert f"http://h{path} " in lines["try"] and '{"model": "m", "input": ["Hello!"]}' in lines["try"]
     assert not {"KV cache", "concurrency", "chat"} & set(lines)
+
+
+@pytest.mark.parametrize(
+    "cores, devices, told",
+    [
+        ((1, 1), (), "2 processes, 1 core each; sizes below are of all of them"),
+        ((2, 3), (), "2 processes, 2 to 3 cores each; sizes below are of all of them"),
+        ((8, 8), ("0", "1"), "2 processes, 8 cores each, GPUs 0, 1; sizes below are of all of them"),
+    ],
+)
+def test_the_card_of_several_engines_says_what_each_has(
+    cores: Sequence[int], devices: Sequence[str], told: str
+) -> None:
+    named: list[dict[str, str]] = [{DEVICES: each} for each in devices] or [{} for _ in cores]
+    places = [Place(frozenset(range(count)), each) for count, each in zip(cores, named, strict=True)]
+    info = replace(engine_info(), runner={"name": "torch", "threads": 1, "ranks": 2})
+    lines = card_lines(
+        info,
+        version="1",
+        names=("m",),
+        base_url="http://h",
+        metrics_url="",
+        needs_key=False,
+        engines=[engines_line(places)],
+    )
+    assert [label for label, _ in lines].index("engines") == 2, "before what is summed over them"
+    assert dict(lines)["engines"] == told
+    assert dict(lines)["ranks"] == "2 processes with a part of each layer, 1 thread each"
 
 
 def test_the_card_says_what_runs_and_where() -> None:

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from paceline.cli.terminal import is_dumb
 from paceline.config.model_set import ModelShare
+from paceline.process.child import DEVICES, Place
 from paceline.process.client import EngineInfo
 from paceline.process.frames import StillLoading
 
@@ -30,6 +31,7 @@ def card_lines(
     curl_options: str = "",
     needs_key: bool,
     further: Sequence[Line] = (),
+    engines: Sequence[Line] = (),
 ) -> list[Line]:
     """Label and value of each line."""
     made = "" if info.quantization == "auto" else f" made {info.quantization}"
@@ -38,6 +40,7 @@ def card_lines(
         ("paceline", version),
         ("model", names[0] + also),
         *further,
+        *engines,
         (
             "runs on",
             f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}{made}, loaded in {info.load_s:.1f} s",
@@ -78,14 +81,23 @@ def further_line(name: str, info: EngineInfo, share: ModelShare) -> Line:
     )
 
 
+def engines_line(places: Sequence[Place]) -> Line:
+    """The line of several engines: what of this machine each has."""
+    least, most = (choose(len(place.cores) for place in places) for choose in (min, max))
+    each = _counted(most, "core") if least == most else f"{least} to {most} cores"
+    devices = [place.environment.get(DEVICES, "") for place in places]
+    cards = f", GPUs {', '.join(devices)}" if all(devices) else ""
+    return ("engines", f"{len(places)} processes, {each} each{cards}; sizes below are of all of them")
+
+
 def _kernels(info: EngineInfo) -> list[Line]:
     """What computes steps, where that is not the device's own way."""
     if "ranks" in info.runner:
-        threads = f"{info.runner['threads']} thread{'s' * (info.runner['threads'] != 1)} each"
-        return [("ranks", f"{info.runner['ranks']} processes with a part of each layer, {threads}")]
+        threads = _counted(int(info.runner["threads"]), "thread")
+        return [("ranks", f"{info.runner['ranks']} processes with a part of each layer, {threads} each")]
     if "kernels" not in info.runner:
         return []
-    return [("CPU kernels", f"{info.runner['kernels']}, {info.runner['threads']} threads")]
+    return [("CPU kernels", f"{info.runner['kernels']}, {_counted(int(info.runner['threads']), 'thread')}")]
 
 
 def curl_line(info: EngineInfo, base_url: str, name: str, options: str, *, needs_key: bool) -> str:
@@ -169,6 +181,10 @@ def _concurrency(info: EngineInfo, tokens: int) -> str:
     if info.max_model_len > TYPICAL_TOKENS:
         parts.append(f"{tokens / TYPICAL_TOKENS:.2f}x for {TYPICAL_TOKENS:,}")
     return f"{', '.join(parts)}; at most {info.max_num_seqs} at once"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _size(num_bytes: int) -> str:
