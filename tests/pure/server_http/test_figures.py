@@ -304,7 +304,7 @@ def test_the_card_of_several_engines_says_what_each_has(
         base_url="http://h",
         metrics_url="",
         needs_key=False,
-        engines=[engines_line(places)],
+        further=[engines_line(places)],
     )
     assert [label for label, _ in lines].index("engines") == 2, "before what is summed over them"
     assert dict(lines)["engines"] == told

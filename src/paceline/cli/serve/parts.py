@@ -81,11 +81,11 @@ def build_server(
             info,
             version=__version__,
             names=first,
-            further=[
+            further=engines
+            + [
                 further_line(names[0], client.info, entry.share)
                 for names, (entry, client) in zip(further, served[1:], strict=True)
             ],
-            engines=engines,
             base_url=base,
             metrics_url=metrics,
             curl_options=options,

@@ -31,16 +31,14 @@ def card_lines(
     curl_options: str = "",
     needs_key: bool,
     further: Sequence[Line] = (),
-    engines: Sequence[Line] = (),
 ) -> list[Line]:
-    """Label and value of each line."""
+    """Label and value of each line; `further` ones about models and engines come behind the model's."""
     made = "" if info.quantization == "auto" else f" made {info.quantization}"
     also = f" (also {', '.join(names[1:])})" if len(names) > 1 else ""
     lines = [
         ("paceline", version),
         ("model", names[0] + also),
         *further,
-        *engines,
         (
             "runs on",
             f"{info.device}, {info.dtype}, weights {_size(info.weight_bytes)}{made}, loaded in {info.load_s:.1f} s",
