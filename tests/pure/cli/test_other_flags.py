@@ -10,9 +10,9 @@ from paceline.cli.serve.flags import INSTEAD, SERVE
 from paceline.errors import InputError
 
 
-@pytest.mark.parametrize("words", [["--data-parallel-size", "2"], ["--data-parallel-size=2"]])
+@pytest.mark.parametrize("words", [["--api-server-count", "2"], ["--api-server-count=2"]])
 def test_a_flag_of_another_server_is_refused_with_advice(words: list[str]) -> None:
-    with pytest.raises(InputError, match="--data-parallel-size; a model runs on one device"):
+    with pytest.raises(InputError, match="--api-server-count; one process takes"):
         SERVE.call(words, "paceline serve")
 
 
@@ -20,3 +20,9 @@ def test_the_advice_is_for_flags_that_are_not_here_and_names_flags_that_are() ->
     assert set(INSTEAD) & set(SERVE.flags) == set()
     named = {flag for advice in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", advice)}
     assert named and named <= set(SERVE.flags)
+
+
+@pytest.mark.parametrize("flag", ["--run-log", "--decision-log", "--kv-disk-dir"])
+def test_what_one_engine_writes_is_refused_for_several(flag: str) -> None:
+    with pytest.raises(InputError, match=f"cannot write to one {flag}: leave out {flag} or --replicas$"):
+        SERVE.call([flag, "x", "--replicas", "2"], "paceline serve")

@@ -262,15 +262,16 @@ class UnsupportedOptions:
 
 
 # Flags of other servers that are refused in words alone: what people who come from vLLM, SGLang or llama.cpp look for.
-_ONE_DEVICE = "a model runs on one device; start one server for each device"
+_ONE_PROCESS = "one process takes the requests of all engines; leave it out"
 _ALWAYS = "that is always done; leave it out"
 _POOLING = "what the model offers follows from its files; --pooling makes vectors with any model"
 _SAMPLING = "the model's generation_config.json decides; requests give what is to differ"
 
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("--pipeline-parallel-size", "--data-parallel-size", "--dp-size"), _ONE_DEVICE),
+    "--pipeline-parallel-size": "take --tensor-parallel-size, which divides each layer",
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "take --replicas"),
     **dict.fromkeys(("--tp", "--tp-size"), "take --tensor-parallel-size"),
-    **dict.fromkeys(("--api-server-count", "--distributed-executor-backend"), _ONE_DEVICE),
+    **dict.fromkeys(("--api-server-count", "--distributed-executor-backend"), _ONE_PROCESS),
     **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--enable-sleep-mode"), _ALWAYS),
     **dict.fromkeys(("--enable-auto-tool-choice", "--jinja", "--enable-metrics"), _ALWAYS),
     **dict.fromkeys(("--continuous-batching", "--cont-batching", "--enable-log-requests"), _ALWAYS),
@@ -332,6 +333,10 @@ def _serve(given: Mapping[str, Any]) -> None:
             raise InputError("--served-model-name names one model; name several in the file of --models")
         if fleet.replicas > 1:
             raise InputError("--replicas is for one model; several models share one engine process")
+    for name in _ONE_WRITER if fleet.replicas > 1 else ():
+        if values.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"several engines cannot write to one {flag}: leave out {flag} or --replicas")
 
     from paceline.cli.serve.run import run_server
 
