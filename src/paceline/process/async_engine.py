@@ -91,9 +91,7 @@ class AsyncEngine:
 
     @property
     def stats(self) -> EngineStats:
-        rejected = self.rejects.total
-        stats = self._stats
-        return replace(stats, rejected_frames=stats.rejected_frames + rejected) if rejected else stats
+        return self._stats
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -399,7 +397,7 @@ class AsyncEngine:
         """The engine is lost: every request fails now."""
         self._sender = None
         self._state = EngineState.LOST
-        self._stats = EngineStats()
+        self._stats = EngineStats(rejected_frames=self.rejects.total)
         self._questions.fail_all(message)
         self.fail_all(EngineUnavailable(message))
 
@@ -468,7 +466,8 @@ class AsyncEngine:
         for rejected in update.rejections:
             self._take_rejection(rejected)
         if update.stats is not None:
-            self._stats = update.stats
+            on_both_sides = update.stats.rejected_frames + self.rejects.total
+            self._stats = replace(update.stats, rejected_frames=on_both_sides)
             if update.stats.standing is Standing.FAILED and self._streams:
                 self.fail_all(EngineUnavailable(LOST_MODEL, code="model_unavailable"))
         # Not before the end: a token and the ending that follows it belong together.

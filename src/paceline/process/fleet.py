@@ -8,14 +8,11 @@ Nothing here knows how engines are started: `fleet_process` does. Belongs to one
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from paceline.config.server import FleetConfig
 from paceline.core.adapter import NO_ADAPTER, AdapterInfo
@@ -38,9 +35,9 @@ from paceline.process.client import (
     PolicyChange,
     Steering,
 )
-from paceline.process.fleet_figures import Totals, joint_info, joint_stats
+from paceline.process.fleet_figures import Figures, joint_info
 from paceline.process.fleet_prefixes import FleetPrefixes
-from paceline.process.fleet_stream import FINAL, Asked, FleetStream
+from paceline.process.fleet_stream import FINAL, LOST_TWICE, Asked, FleetStream, RefusedPrompts
 from paceline.process.fleet_ways import Ways
 from paceline.process.questions import Numbers
 from paceline.routing.routers import make_router, route
@@ -48,11 +45,10 @@ from paceline.routing.view import Ask, Choice, FleetView, Gauges
 from paceline.routing.view import EngineState as Seen
 
 _logger = logging.getLogger("paceline")
-REFUSED_S = 600.0  # how long a prompt is refused that was with two engines that were lost
 USUAL_PER_S = 1000.0  # prompt tokens, as long as no engine knows better
-LOOK_S = 0.02  # from one look for an engine to the next
+LOOK_S = 0.02  # from one look for an engine to the next; longer where many look
+LONGEST_LOOK_S = 0.5
 DRAINED = "engine_drained"  # the code of an error that only streams see
-LOST_TWICE = "the request was with two engines that were lost, and is not tried again"
 _SEEN = {
     EngineState.STARTING: Seen.STARTING,
     EngineState.READY: Seen.READY,
@@ -71,8 +67,9 @@ class Member:
     pid: Callable[[], int | None] = lambda: None  # of its process, while there is one
     num_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
+    is_lost: bool = False  # at the last look
     is_gone: bool = False  # it is not started again
-    stats: EngineStats | None = None  # that the view has
+    load: Gauges | None = None  # that the view has
     # Of its loss, while it is lost: whether requests were there that it had told nothing of.
     had_newcomers: bool | None = None
 
@@ -101,9 +98,10 @@ class Fleet:
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
         self._ways = Ways()
         self._prefixes = FleetPrefixes(self.view.prefixes, len(engines))
-        self._totals = [Totals() for _ in engines]  # over the lives of each
-        self._refused: dict[bytes, float] = {}  # prompts that are refused, and until when
-        self._steered: list[tuple[DialSetting | None, PolicyChange | None]] = []
+        self._figures = Figures(len(engines))
+        self._refused = RefusedPrompts()
+        self._dial: DialSetting | None = None  # as they were set while serving
+        self._policy: PolicyChange | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_stopping = False
 
@@ -127,8 +125,7 @@ class Fleet:
 
     @property
     def stats(self) -> EngineStats:
-        pairs = zip(self._totals, self.members, strict=True)
-        return joint_stats([totals.of(member.engine.stats) for totals, member in pairs])
+        return self._figures.of([member.engine.stats for member in self.members])
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -156,7 +153,7 @@ class Fleet:
         """See `EngineClient`. Raises EngineUnavailable when the fleet is stopping or refuses this prompt."""
         if self._is_stopping:
             raise EngineUnavailable("the server is shutting down", code="shutting_down")
-        self._check_refused(tokens)
+        self._refused.check(tokens, parts)
         more = {"tenant": tenant, "service_level": service_level, "tree": tree, "parts": parts}
         asked = Asked(
             tokens=tokens,
@@ -213,29 +210,40 @@ class Fleet:
         return await self._each(numbers, AsyncEngine.prune)
 
     async def change(self, numbers: Sequence[int], change: Change) -> list[ChangeOutcome]:
-        return await self._each(numbers, AsyncEngine.change, change)
+        outcomes = await self._each(numbers, AsyncEngine.change, change)
+        for place, number in enumerate(numbers):
+            stream = self._streams.get(number)
+            if stream is not None and (stream.is_waiting or outcomes[place] is ChangeOutcome.CHANGED):
+                outcomes[place] = ChangeOutcome.CHANGED
+                stream.changed(change)
+        return outcomes
 
     async def _each(self, numbers: Sequence[int], ask: Any, *more: Any) -> list[ChangeOutcome]:
-        """Ask every engine about the branches that it has."""
+        """Ask every engine about the branches that it has. Those that wait for an engine are busy."""
+        waiting = [number in self._streams and self._streams[number].is_waiting for number in numbers]
+        outcomes = [ChangeOutcome.BUSY if waits else ChangeOutcome.ENDED for waits in waiting]
         places = [self._where(number) for number in numbers]
-        outcomes = [ChangeOutcome.ENDED] * len(numbers)
         for engine in {id(each): each for each, _ in places}.values():
-            own = [place for place, (each, _) in enumerate(places) if each is engine]
-            found = await ask(engine, [places[place][1] for place in own], *more)
+            own = [at for at, (each, _) in enumerate(places) if each is engine and not waiting[at]]
+            found = [] if not own else await ask(engine, [places[place][1] for place in own], *more)
             for place, outcome in zip(own, found, strict=True):
                 outcomes[place] = outcome
         return outcomes
 
     async def tree(self, number: int) -> list[BranchState]:
         engine, inner = self._where(number)
-        shift = RequestId(number - inner)
+        found = await engine.tree(inner)
+        outer: dict[int | None, RequestId] = {}  # of those that have another number there
+        for known, stream in self._streams.items():
+            if stream.inner is not None and self.members[stream.engine].engine is engine:
+                outer[stream.inner.first + known - stream.first] = RequestId(known)
         return [
             replace(
                 each,
-                request=RequestId(each.request + shift),
-                parent=None if each.parent is None else RequestId(each.parent + shift),
+                request=outer.get(each.request, each.request),
+                parent=outer.get(each.parent, each.parent),
             )
-            for each in await engine.tree(inner)
+            for each in found
         ]
 
     async def explain(self, number: int) -> Explanation:
@@ -258,9 +266,10 @@ class Fleet:
     ) -> Forecast | None:
         self._look()
         name = self._adapter_name(adapter)
-        ask = self._ask(tokens, sampling.max_tokens, f"{tenant} {name}", parts)
+        ask = Ask(now_s=time.monotonic(), num_prompt=len(tokens), max_tokens=sampling.max_tokens)
         if not len(self.view.candidates(ask)):
             raise EngineUnavailable("no engine answers at the moment; try again later")
+        ask = self._named(ask, tokens, tenant, name, parts)
         engine = self.members[self._router.choose(self.view, ask).engine].engine
         number = self._adapter_at(engine, name)
         return await engine.forecast(
@@ -279,22 +288,23 @@ class Fleet:
         for member in self.members:
             engine, number = member.engine, member.number
             seen = Seen.DRAINING if member.is_draining else _SEEN[engine.state]
+            if _SEEN[engine.state] is Seen.LOST and not member.is_lost:
+                self._prefixes.forget(number)
+            member.is_lost = _SEEN[engine.state] is Seen.LOST
             if self.view.state[number] != seen:
-                if seen is Seen.LOST:
-                    self._prefixes.forget(number)
                 self.view.set_state(number, seen)
                 if seen is Seen.READY:
                     self._is_back(member)
-            if seen is Seen.READY and engine.stats is not member.stats:
-                member.stats = engine.stats
-                self._totals[number].of(engine.stats)
-                self.view.report(number, self._priced(member.stats.load), known=self.view.num_sent[number])
+            load = engine.stats.load
+            if seen is Seen.READY and load is not member.load:
+                member.load = load
+                self.view.report(number, self._priced(load), known=self.view.num_sent[number])
 
     def _priced(self, load: Gauges) -> Gauges:
         """An engine that knows no speed of its own yet is taken to be as fast as the fastest."""
         if load.prefill_per_s:
             return load
-        known = [member.stats.load.prefill_per_s for member in self.members if member.stats is not None]
+        known = [member.load.prefill_per_s for member in self.members if member.load is not None]
         return load._replace(prefill_per_s=max(known, default=0.0) or USUAL_PER_S)
 
     def _is_back(self, member: Member) -> None:
@@ -302,31 +312,26 @@ class Fleet:
         info = member.engine.info
         member.had_newcomers = None
         self.view.fingerprint[member.number], self.view.block_tokens = info.fingerprint, info.block_size
-        if self._steered or self.adapters.keys() != member.engine.adapters.keys():
+        if self._dial or self._policy or self.adapters.keys() != member.engine.adapters.keys():
             task = asyncio.ensure_future(self._catch_up(member.engine))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _catch_up(self, engine: AsyncEngine) -> None:
         try:
-            for dial, policy in self._steered:
-                await engine.steer(dial=dial, policy=policy)
+            if self._dial or self._policy:
+                await engine.steer(dial=self._dial, policy=self._policy)
             for name, known in self.adapters.items():
                 if name not in engine.adapters:
                     await engine.load_adapter(name, known.folder)
         except PacelineError as error:
             _logger.warning("an engine has missed a change: %s", error)
 
-    def _ask(self, tokens: Sequence[int], max_tokens: int, tenant: str, parts: PromptParts = PLAIN) -> Ask:
-        """What a router is told of a request."""
-        keys = () if parts.media else self._prefixes.keys(tokens, self.view.block_tokens, tenant)
-        return Ask(
-            now_s=time.monotonic(),
-            num_prompt=len(tokens),
-            max_tokens=max_tokens,
-            tenant=tenant,
-            keys=keys,
-        )
+    def _named(self, ask: Ask, tokens: Sequence[int], tenant: str, adapter: str, parts: PromptParts) -> Ask:
+        """With the names of the prompt's blocks."""
+        root = f"{tenant} {adapter}"
+        keys = () if parts.media else self._prefixes.keys(tokens, self.view.block_tokens, root)
+        return ask._replace(tenant=root, keys=keys)
 
     def _place(self, stream: FleetStream) -> bool:
         """Hand a request to the engine that the router chooses; False: none takes it now. Raises what is wrong with
@@ -334,16 +339,18 @@ class Fleet:
         asked = stream.asked
         assert asked is not None
         self._look()
-        begun = stream.begun
         known = max(map(len, stream.outputs), default=0)
-        tenant, parts = asked.more["tenant"], asked.more["parts"]
-        ask = self._ask(asked.tokens, asked.sampling.max_tokens - known, f"{tenant} {asked.adapter}", parts)
-        ask = ask._replace(
+        ask = Ask(
+            now_s=time.monotonic(),
             num_prompt=len(asked.tokens) + known,
-            has_begun=begun is not None,
-            only=stream.fingerprint if begun is not None else None,
+            max_tokens=asked.sampling.max_tokens - known,
+            has_begun=stream.has_begun,
+            only=stream.fingerprint if stream.has_begun else None,
             without=frozenset(stream.refused_by),
         )
+        if not len(self.view.candidates(ask)):  # asked many times a second by many: keys take longer
+            return False
+        ask = self._named(ask, asked.tokens, asked.more["tenant"], asked.adapter, asked.more["parts"])
         while True:
             choice = route(self.view, self._router, ask)
             if choice is None:
@@ -355,7 +362,7 @@ class Fleet:
                     asked.sampling,
                     timeout_s=asked.left_s,
                     adapter=self._adapter_at(engine, asked.adapter),
-                    begun=begun,
+                    begun=stream.begun,
                     **asked.more,
                 )
             except (EngineUnavailable, QueueFull, UnknownAdapter):
@@ -378,21 +385,25 @@ class Fleet:
 
     async def find_engine(self, stream: FleetStream) -> None:
         """Wait until an engine has the request. Raises EngineUnavailable after `engine_wait_s`."""
-        until_s = time.monotonic() + self._config.engine_wait_s
-        left_s = stream.asked.left_s if stream.asked is not None else 0.0
-        if left_s is not None:
-            until_s = min(until_s, time.monotonic() + left_s)
+        until_s = self._until_s(stream)
         while True:
             if self._is_stopping:
                 raise EngineUnavailable("the server is shutting down", code="shutting_down")
             if stream.is_closed:
                 raise EngineUnavailable("the request was closed by its owner")
-            if self._place(stream):
+            if stream.is_put_aside:
+                until_s = self._until_s(stream)
+            elif self._place(stream):
                 return
-            if time.monotonic() >= until_s or all(member.is_gone for member in self.members):
+            elif time.monotonic() >= until_s or all(member.is_gone for member in self.members):
                 self._give_up(stream)
                 raise EngineUnavailable("no engine takes the request at the moment; try again later")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(LONGEST_LOOK_S, LOOK_S * (1 + len(self._streams) / 50)))
+
+    def _until_s(self, stream: FleetStream) -> float:
+        left_s = stream.asked.left_s if stream.asked is not None else 0.0
+        wait_s = self._config.engine_wait_s
+        return time.monotonic() + (wait_s if left_s is None else min(wait_s, left_s))
 
     def lost(self, stream: FleetStream, error: EngineUnavailable) -> None:
         """The engine of a stream is lost: it goes on in another one. Raises where it ends with its engine."""
@@ -400,32 +411,27 @@ class Fleet:
             if not stream.is_closed:
                 self._give_up(stream)
             raise error
-        began = stream.has_begun or any(stream.endings)
         self._ways.lost(stream.first, sum(map(len, stream.outputs)))
         if error.code != DRAINED and self._is_suspect(stream):
             stream.strikes += 1
         stream.inner = None
         stream.refused_by.clear()
         if stream.strikes >= 2:
-            self._refuse(stream.asked.tokens)
+            self._refused.add(stream.asked.tokens, stream.asked.more["parts"])
             self._give_up(stream)
             raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
         if stream.failovers >= self._config.max_failovers and error.code != DRAINED:
             self._give_up(stream)
             raise error
         stream.failovers += 1
-        self.failovers["resumed" if began else "restarted"] += 1
+        self.failovers["resumed" if stream.has_begun else "restarted"] += 1
         stream.settle()
 
     def pass_over(self, stream: FleetStream) -> bool:
         """The queue of its engine was full: whether another one may take it."""
         stream.refused_by.add(stream.engine)
         stream.inner = None
-        self._look()
-        asked = stream.asked
-        if asked is None:
-            return False
-        return self._place(stream)
+        return stream.asked is not None and self._place(stream)
 
     def _is_suspect(self, stream: FleetStream) -> bool:
         """Whether the request may be why its engine was lost: one that had just come, if there is any, else all. Never
@@ -453,18 +459,6 @@ class Fleet:
     def forget(self, stream: FleetStream) -> None:
         for number in range(stream.first, stream.first + stream.count):
             self._streams.pop(number, None)
-
-    # -- prompts that are refused --------------------------------------------------------------------------
-
-    def _refuse(self, tokens: Sequence[int]) -> None:
-        now_s = time.monotonic()
-        self._refused = {key: until_s for key, until_s in self._refused.items() if until_s > now_s}
-        self._refused[_identity(tokens)] = now_s + REFUSED_S
-        _logger.error("a request was with two engines that were lost: its prompt is refused for ten minutes")
-
-    def _check_refused(self, tokens: Sequence[int]) -> None:
-        if self._refused and self._refused.get(_identity(tokens), 0.0) > time.monotonic():
-            raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
 
     # -- operators ----------------------------------------------------------------------------------------
 
@@ -525,8 +519,7 @@ class Fleet:
 
     async def steer(self, *, dial: DialSetting | None = None, policy: PolicyChange | None = None) -> Steering:
         answers = [await engine.steer(dial=dial, policy=policy) for engine in self._ready]
-        if dial is not None or policy is not None:
-            self._steered.append((dial, policy))
+        self._dial, self._policy = dial or self._dial, policy or self._policy
         return answers[0]
 
     @property
@@ -551,6 +544,8 @@ class Fleet:
         found = [name for name, info in self.adapters.items() if info.number == number]
         if not found:
             raise UnknownAdapter("there is no such adapter any more", param="model")
+        if len(found) > 1:  # one that was loaded while an engine was lost has another number there
+            raise EngineUnavailable("not every engine has the adapters yet; try again in a moment")
         return found[0]
 
     def _adapter_at(self, engine: AsyncEngine, name: str) -> int:
@@ -579,11 +574,9 @@ class Fleet:
     def resume_all(self) -> None:
         for member in self.members:
             member.engine.resume_all()
+        for stream in self._streams.values():
+            stream.is_paused = False
 
     def stop(self) -> None:
         """Nothing new is taken, and what is lost from now on is lost."""
         self._is_stopping = True
-
-
-def _identity(tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=16).digest()

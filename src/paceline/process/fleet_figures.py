@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from operator import is_not
 from typing import Any
 
 from paceline.process.client import EngineInfo, EngineStats
@@ -48,6 +49,21 @@ class Totals:
         return replace(
             stats, **{name: added([getattr(stats, name), total]) for name, total in self._before.items()}
         )
+
+
+class Figures:
+    """Of several engines, over their lives. They are added once for each report: requests ask for them."""
+
+    def __init__(self, count: int) -> None:
+        self._totals = [Totals() for _ in range(count)]
+        self._told: list[EngineStats] = []
+        self._joint = EngineStats()
+
+    def of(self, told: list[EngineStats]) -> EngineStats:
+        if not self._told or any(map(is_not, told, self._told)):
+            each = [totals.of(stats) for totals, stats in zip(self._totals, told, strict=True)]
+            self._told, self._joint = told, joint_stats(each)
+        return self._joint
 
 
 def joint_info(infos: Sequence[EngineInfo]) -> EngineInfo:

@@ -7,20 +7,31 @@ engine. Belongs to one event loop, as `streams` does.
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from paceline.core.events import Finished, Forecast
-from paceline.core.request import FinishReason, RequestId
+from paceline.core.request import Change, FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.core.service_class import ServiceLevel
+from paceline.core.stretch import PromptParts
 from paceline.errors import QueueFull
 from paceline.process.client import Begun, BranchUpdate, EngineUnavailable, OnUpdates
 from paceline.process.streams import Stream
 
 # Of an engine that was told to end its requests, or of a model that no engine can wake.
 FINAL = frozenset(("shutting_down", "model_unavailable", "engine_lost_twice"))
+REFUSED_S = 600.0  # how long a prompt is refused that was with two engines that were lost
+LOST_TWICE = "the request was with two engines that were lost, and is not tried again"
+
+_logger = logging.getLogger("paceline")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +94,7 @@ class FleetStream:
         self.has_news = False  # the engine that has it has told something of it
         self.inner: Stream | None = None
         self.is_closed = False
+        self.is_paused = False  # by its owner: another engine is not looked for meanwhile
         self._cuts: dict[int, int] = {}  # ends that a stop string has set, by branch
         # By branch, the first token of its output whose logprobs the reader does not have.
         self._unlogged = [0] * count
@@ -131,7 +143,17 @@ class FleetStream:
 
     @property
     def has_begun(self) -> bool:
-        return any(self.outputs)
+        return any(self.outputs) or any(self.endings)
+
+    @property
+    def is_waiting(self) -> bool:
+        """No engine has it."""
+        return self.inner is None and self.asked is not None
+
+    @property
+    def is_put_aside(self) -> bool:
+        """It is paused, and has time left."""
+        return self.is_paused and self.asked is not None and self.asked.left_s != 0.0
 
     @property
     def was_read(self) -> bool:
@@ -146,10 +168,10 @@ class FleetStream:
 
     @property
     def begun(self) -> Begun | None:
-        """How far it is, for another engine; None: it has to begin."""
-        if self.asked is None or not (self.has_begun or any(self.endings)):
+        """How far it is and how old, for another engine."""
+        if self.asked is None:
             return None
-        known = zip(self.outputs, self.endings, strict=True)
+        known = zip(self.outputs, self.endings, strict=True) if self.has_begun else ()
         return Begun(tuple([None if ending else output.copy() for output, ending in known]), self.asked.age_s)
 
     def go_on(self, engine: int, inner: Stream) -> None:
@@ -157,6 +179,19 @@ class FleetStream:
         self.engine, self.inner, self.has_news = engine, inner, False
         if self._on_updates is not None:
             inner.divert(self._diverted)
+
+    def changed(self, change: Change) -> None:
+        """Its owner has changed it: the next engine has to know."""
+        asked = self.asked
+        if asked is None:
+            return
+        if change.priority is not None:
+            level: ServiceLevel = asked.more["service_level"]
+            asked.more["service_level"] = level._replace(priority=change.priority)
+        if change.until_s is not None:
+            asked.timeout_s = None if change.until_s == math.inf else change.until_s - asked.came_s
+        if change.paused is not None:
+            self.is_paused = change.paused
 
     def settle(self) -> None:
         """End the branches that a stop string has ended, although their engine did not live to say so."""
@@ -219,3 +254,29 @@ class FleetStream:
             self.first_news_s = self.asked.age_s
         if self.forecast is None and self.inner is not None:
             self.forecast = self.inner.forecast
+
+
+class RefusedPrompts:
+    """Prompts that ended two engines: they are not given to more of them for a time."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[bytes, float] = {}
+
+    def add(self, tokens: Sequence[int], parts: PromptParts) -> None:
+        now_s = time.monotonic()
+        self._until_s = {prompt: until_s for prompt, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[_identity(tokens, parts)] = now_s + REFUSED_S
+        _logger.error("a request was with two engines that were lost: its prompt is refused for ten minutes")
+
+    def check(self, tokens: Sequence[int], parts: PromptParts) -> None:
+        """Raises EngineUnavailable for one of them."""
+        if self._until_s and self._until_s.get(_identity(tokens, parts), 0.0) > time.monotonic():
+            raise EngineUnavailable(LOST_TWICE, code="engine_lost_twice")
+
+
+def _identity(tokens: Sequence[int], parts: PromptParts) -> bytes:
+    """Of a prompt with the pictures that stand in it."""
+    hashed = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=16)
+    for part in parts.media:
+        hashed.update(part.given.content)
+    return hashed.digest()
