@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.api.pooled_routes import FORMS
+from paceline.server.api.pooled_forms import FORMS
 from paceline.server.app import EXAMPLES_FILE
 from tests.e2e.client_server import ADMIN, client_server
 from tools.api_examples import GENERATING, Recorder

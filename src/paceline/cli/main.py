@@ -19,7 +19,6 @@ from paceline.cli.contexts import CONTEXTS
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
 from paceline.cli.embed import EMBED
-from paceline.cli.fleet import FLEET
 from paceline.cli.keys import KEYS
 from paceline.cli.models import MODELS, TRAIN_HEAD, WARM
 from paceline.cli.run import RUN
@@ -27,7 +26,7 @@ from paceline.cli.run_batch.flags import RUN_BATCH
 from paceline.cli.run_logs import AUDIT, EXPLAIN, REPLAY, TRACE
 from paceline.cli.serve.flags import SERVE
 from paceline.cli.sim import SIM
-from paceline.cli.steer import DIAL, POLICY
+from paceline.cli.steer import DIAL, FLEET, POLICY
 from paceline.cli.top.run import TOP
 from paceline.cli.tune import TUNE
 from paceline.cli.usage import USAGE

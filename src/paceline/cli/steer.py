@@ -1,4 +1,5 @@
-"""`paceline dial` and `paceline policy`: see and change how a running server schedules.
+"""`paceline dial`, `paceline policy` and `paceline fleet`: see and change how a running server schedules, and which of
+its engines are in service.
 
 Owns the flags and what is printed; the changes are made by the server's admin routes. The key comes from the
 environment, PACELINE_ADMIN_KEY or else PACELINE_API_KEY, never from the command line, which others can read.
@@ -17,7 +18,7 @@ from paceline.config.options import CheckedOptions, from_values, option, options
 from paceline.errors import InputError, InvalidRequest
 
 LOCAL = "http://127.0.0.1:8000"
-POLICY_ROUTE = "/v1/admin/policy"
+POLICY_ROUTE, FLEET_ROUTE = "/v1/admin/policy", "/v1/admin/fleet"
 DIAL_HELP = """
 Move a running server between latency and throughput.
 
@@ -39,6 +40,17 @@ Show or change the scheduling policy of a running server.
 Running and waiting requests stay and are ordered anew from the next step on. Options that are not given keep their
 values. --tenant-weights replaces all weights, also those of the keys file; tenants it does not name have 1. The answer
 shows the weights before and after. Needs an admin key in PACELINE_ADMIN_KEY.
+"""
+FLEET_WORDS = ("ls", "drain", "resume")
+FLEET_HELP = """
+See the engines behind a server, and take one out of service.
+
+  paceline fleet ls
+  paceline fleet drain 1                  # nothing new comes to it
+  paceline fleet drain 1 --timeout-s 0    # what it has goes on elsewhere now
+  paceline fleet resume 1
+
+Needs an admin key in PACELINE_ADMIN_KEY, or none for a server without keys on the same machine.
 """
 
 
@@ -78,6 +90,21 @@ class PolicyOptions:
 
     scheduling_policy: str | None = option(
         None, "policy to use", choices=POLICIES, argument=True, metavar="NAME"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """What is to be done with which engine."""
+
+    words: tuple[str, ...] | None = option(
+        None, "ls, drain NUMBER or resume NUMBER", kind=tuple, argument=True, metavar="WHAT"
+    )
+    timeout_s: float = option(
+        30.0,
+        "seconds that its requests may take to end before they go on in other engines",
+        low=0.0,
+        high=600.0,
     )
 
 
@@ -143,10 +170,40 @@ def weight_sentences(now: str, before: str | None) -> list[str]:
     return sentences
 
 
-def _ask(given: Mapping[str, Any], path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _fleet(given: Mapping[str, Any]) -> None:
+    what, *numbers = given["words"] or ("ls",)
+    if what not in FLEET_WORDS or (what == "ls") != (not numbers) or len(numbers) > 1:
+        raise InputError("say what to do: paceline fleet ls, drain NUMBER or resume NUMBER")
+    if numbers and not numbers[0].isdigit():
+        raise InputError(f"{numbers[0]} is no engine; paceline fleet ls has their numbers")
+    if what == "ls":
+        found = _ask(given, FLEET_ROUTE, None)
+    else:
+        query = f"?timeout_s={given['timeout_s']:g}" if what == "drain" else ""
+        found = _ask(given, f"{FLEET_ROUTE}/{int(numbers[0])}/{what}{query}", None, "POST")
+    sentences = engine_lines(found.get("engines", [found]))
+    if found.get("moved"):
+        sentences.append(f"{found['moved']} requests go on in other engines")
+    _show(given, found, sentences)
+
+
+def engine_lines(engines: list[dict[str, Any]]) -> list[str]:
+    """A table of engines."""
+    found = [f"{'engine':>6}  {'state':9} {'running':>7} {'waiting':>7} {'KV':>5}  {'restarts':>8}  pid"]
+    for each in engines:
+        found.append(
+            f"{each['number']:>6}  {each['state']:9} {each['running']:>7} {each['waiting']:>7} "
+            f"{each['kv_usage']:>5.0%}  {each.get('restarts', 0):>8}  {each.get('pid') or ''}"
+        )
+    return found
+
+
+def _ask(
+    given: Mapping[str, Any], path: str, body: dict[str, Any] | None, method: str = ""
+) -> dict[str, Any]:
     from paceline.cli.remote import admin_connection
 
-    return admin_connection(given["url"]).ask("GET" if body is None else "PUT", path, body)
+    return admin_connection(given["url"]).ask(method or ("GET" if body is None else "PUT"), path, body)
 
 
 def _show(given: Mapping[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
@@ -168,3 +225,4 @@ POLICY = Command(
         "tenant_weights": "unchanged; if given, replaces all weights",
     },
 )
+FLEET = Command(name="fleet", help=FLEET_HELP, run=_fleet, takes=(FleetOptions, ServerOptions))

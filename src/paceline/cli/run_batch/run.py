@@ -27,7 +27,7 @@ from paceline.llm.prompts import PreparedRequest
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
 from paceline.server.api.openai_requests import ModelFacts, ParsedBody, parse_body
 from paceline.server.api.openai_responses import chat_body, completion_body, error_body
-from paceline.server.api.pooled_routes import IN_BATCHES, pooled_forms
+from paceline.server.api.pooled_forms import IN_BATCHES, pooled_forms
 from paceline.server.api.route import OWN_LIMITS
 from paceline.server.errors import UnknownModel, UnsupportedRoute
 from paceline.server.generate.generation import Usage

@@ -32,7 +32,7 @@ SLOW_STEP_S = 0.05  # a step of one tile that takes so long is no GPU's
 LINE_ROWS = 64  # of the larger of two steps that tell what a token more costs
 # Steps beside pictures aim at the time of PACE_STEPS steps in which PACE_ROWS rows decode.
 PACE_ROWS, PACE_STEPS = 64, 3.5
-SCALE_RULES = ("wanted", "keda")  # see `autoscale`
+SCALE_RULES = ("wanted", "keda")  # see `Autoscaler`
 HOST_STEP_S = 3e-4  # planning a step; see benchmarks/engine_cost.py
 
 

@@ -1,4 +1,5 @@
-"""Invariants of the KV cache: conservation, references, sharing, prefixes, pins, and the levels below the device."""
+"""Invariants of the KV cache: conservation, references, sharing, prefixes, pins, and the levels below the device. Of
+placed texts: each slot is written once, out of the right blocks, for the place it has."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy as np
 
 from paceline.config.engine import MOST_STEPS_AHEAD
 from paceline.core.events import Rule
-from paceline.core.request import RequestState
+from paceline.core.plan import Placements, StepPlan
+from paceline.core.request import ModuleRef, RequestState
 from paceline.kv.block_pool import ABSENT, NULL_BLOCK
 from paceline.kv.reuse import REMEMBERED_TIMES
 from paceline.kv.swap import Ticket
@@ -25,6 +27,7 @@ from paceline.scheduler.invariants.registry import (
     sweep,
 )
 from paceline.scheduler.loading import FREES_DEVICE
+from paceline.scheduler.modules import Body
 from paceline.scheduler.state import SchedulerState
 
 SLACK_S = 1e-6  # times are whole microseconds
@@ -436,3 +439,84 @@ def each_pin_is_of_one_tenant(context: CheckContext) -> str | None:
             if owner.setdefault(name, tenant) != tenant:
                 return f"a block is pinned for {tenant} and for {owner[name]}"
     return None
+
+
+@invariant("K5", moment=PLANNED)
+def a_placed_slot_is_written_once_from_its_module(context: CheckContext) -> str | None:
+    """Rows hold the modules that they are still to place. What a plan computes and places of a row follows on one
+    another; what it places is a body of the row, with the shift of its place, out of blocks that stay as they are."""
+    state = context.scheduler.state
+    for row, bodies in state.modules.rows.items():
+        for body in bodies:
+            if body.end > state.rows.scheduled[row] and (wrong := _wrong_sources(state, row, body)):
+                return wrong
+    for flight in state.flights:
+        for group, blocks in zip(state.kv.groups, flight.sources, strict=False):
+            if (group.pool.refs[blocks] < 1).any():
+                return f"step {flight.seq} copies out of a block that no row and no fence holds"
+    plan = context.plan
+    return None if plan is None or not plan.work.placed_tokens else _wrong_plan(state, plan)
+
+
+def _wrong_sources(state: SchedulerState, row: int, body: Body) -> str | None:
+    module, held = _module(state, row, body), state.kv.sources.rows.get(row, {}).get(body.stretch.item)
+    if held is None or any(len(blocks) != len(module.keys) for blocks in held):
+        return f"row {row} does not hold the module that it is to place at token {body.start}"
+    for group, blocks in zip(state.kv.groups, held, strict=True):
+        for key, block in zip(module.keys, blocks.tolist(), strict=True):
+            is_other = group.pool.cached[block] and group.cache.key_of(block).key != key.key
+            if is_other or not group.pool.refs[block]:
+                return f"row {row} holds block {block}, which is not of the module that it is to place"
+    return None
+
+
+def _wrong_plan(state: SchedulerState, plan: StepPlan) -> str | None:
+    placements, size = plan.placements, state.kv.block_size
+    for at, row in enumerate(placements.row.tolist()):
+        start, count = placements.start.item(at), placements.count.item(at)
+        body = next((b for b in state.modules.rows[row] if b.start <= start and start + count <= b.end), None)
+        if body is None or count < 1:
+            return f"tokens {start} to {start + count} of row {row} are placed, and are no part of a body"
+        if placements.shift.item(at) != body.stretch.start:
+            return f"token {start} of row {row} is shifted by {placements.shift.item(at)}, not {body.stretch.start}"
+        first = start - body.stretch.start
+        if placements.first.item(at) != first % size or _blocks(placements, at, size) < 1:
+            return f"token {start} of row {row} is copied from place {placements.first.item(at)} of a block"
+    for row in [row for row, _, _ in state.flights[-1].spans if row in state.modules.rows]:
+        if (wrong := _wrong_runs(state, plan, row)) is not None:
+            return wrong
+    return None
+
+
+def _wrong_runs(state: SchedulerState, plan: StepPlan, row: int) -> str | None:
+    """What is computed and placed of a row follows on one another, and ends where the row is."""
+    spans, placements = plan.spans, plan.placements
+    mine = (placements.row == row) & (placements.group == 0)
+    runs = list(zip(placements.start[mine].tolist(), placements.count[mine].tolist(), strict=True))
+    mine = spans.row == row
+    runs += list(zip(spans.start[mine].tolist(), spans.num_scheduled[mine].tolist(), strict=True))
+    runs.sort()
+    advance = next(count for each, _, count in state.flights[-1].spans if each == row)
+    at = int(state.rows.scheduled[row]) - advance
+    for start, count in runs:
+        if start != at:
+            return f"row {row} stands at token {at}, and the next run of its tokens begins at {start}"
+        at += count
+    return (
+        None
+        if at == state.rows.scheduled[row]
+        else f"row {row} is at {state.rows.scheduled[row]}, its runs end at {at}"
+    )
+
+
+def _module(state: SchedulerState, row: int, body: Body) -> ModuleRef:
+    request = state.rows.requests[row]
+    assert request is not None
+    return request.modules[body.stretch.item]
+
+
+def _blocks(placements: Placements, at: int, size: int) -> int:
+    """How many blocks a run has, beyond those that it needs: 1, or fewer where some are lacking."""
+    ends = np.append(placements.offset[1:], len(placements.blocks))
+    needed = -(-(placements.first.item(at) + placements.count.item(at)) // size)
+    return int(ends[at] - placements.offset[at]) - needed + 1

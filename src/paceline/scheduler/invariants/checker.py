@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.core.plan import StepPlan, StepResult, StepWork, Swaps
 from paceline.core.request import RequestId
-from paceline.scheduler.invariants import blocks, fairness, media_and_modules, rows_and_requests
+from paceline.scheduler.invariants import blocks, fairness, rows_and_requests
 from paceline.scheduler.invariants.half_steps import (
     NO_REQUEST,
     SEVERAL,
@@ -38,7 +38,7 @@ from paceline.scheduler.invariants.registry import (
 from paceline.scheduler.scheduler import Scheduler
 
 # Importing them fills the registry.
-_PARTS = (blocks, media_and_modules, fairness, rows_and_requests)
+_PARTS = (blocks, fairness, rows_and_requests)
 SILENT_STEPS = 8  # steps a run may go without a token beyond what its longest prompt needs
 
 

@@ -6,42 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.llm.outputs import RequestOutput
-from paceline.llm.pairs import PooledModel
 from paceline.server.api.generation_route import GenerationRoute
 from paceline.server.api.openai_requests import ParsedBody
-from paceline.server.api.pooled_forms import EMBED, EMBEDDINGS, OpenAIEmbeddings, PooledForm, TeiEmbeddings
-from paceline.server.api.route import RequestLimits, Route, described
-from paceline.server.api.scoring_forms import (
-    PREDICT,
-    RERANK,
-    RERANK_2,
-    SCORE,
-    TEI_RERANK,
-    VLLM_CLASSIFY,
-    VLLM_SCORE,
-    ClassifyForm,
-    PredictForm,
-    RerankForm,
-    ScoreForm,
-)
+from paceline.server.api.pooled_forms import PooledForm, pooled_forms
+from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Generation
 from paceline.server.generate.service import Service
-
-FORMS: Mapping[str, type[PooledForm]] = {
-    EMBEDDINGS: OpenAIEmbeddings,
-    EMBED: TeiEmbeddings,
-    **dict.fromkeys((RERANK, RERANK_2, TEI_RERANK), RerankForm),
-    **dict.fromkeys((SCORE, VLLM_SCORE), ScoreForm),
-    VLLM_CLASSIFY: ClassifyForm,
-    PREDICT: PredictForm,
-}
-IN_BATCHES = (EMBEDDINGS, RERANK, SCORE)  # whose lines files of requests may hold
-
-
-def pooled_forms(model: PooledModel, limits: RequestLimits) -> dict[str, PooledForm]:
-    """By path."""
-    return {path: form(path, model, limits) for path, form in FORMS.items()}
 
 
 class PooledRoute(GenerationRoute):

@@ -17,7 +17,7 @@ from paceline.config.server import BatchConfig
 from paceline.process.client import EngineState
 from paceline.server.access.caller import Caller
 from paceline.server.api.openai_fields import CHAT, COMPLETIONS
-from paceline.server.api.pooled_routes import IN_BATCHES
+from paceline.server.api.pooled_forms import IN_BATCHES
 from paceline.server.api.responses import RESPONSES
 from paceline.server.api.route import Route
 from paceline.server.batches.batch_records import CANCELLED, EXPIRED, STATES, Batch
