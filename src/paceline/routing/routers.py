@@ -46,20 +46,22 @@ def route(view: FleetView, router: Router, ask: Ask) -> Choice | None:
 class SoonestFirstToken:
     """Where the first token would come soonest, with what that costs the others there.
 
-    Seconds of what is before it, of what is left of its prompt, and of the steps of its answer: a step takes as long as
-    all rows make it, so that an answer of n tokens adds n steps' worth of its rows to what others wait.
+    Seconds of what is before it, of what is left of its prompt, and of the steps of its answer. The steps that read the
+    prompt are long ones for all rows there: each waits as long as that takes, which counts `others` of what this
+    request's own wait does.
     """
 
-    def __init__(self, weight: float = 1.0) -> None:
-        self._weight = weight
+    def __init__(self, others: float = 0.5) -> None:
+        self._others = others
 
     def choose(self, view: FleetView, ask: Ask) -> Choice:
         numbers = view.candidates(ask)
         at: Integers | slice = slice(None) if len(numbers) == len(view) else numbers  # a slice copies nothing
         cached = view.cached(ask)[at]
-        costs = (view.waiting_tokens[at] + (ask.num_prompt - cached)) / view.prefill_per_s[at]
-        answer_s = self._weight * min(ask.max_tokens, MOST_EXPECTED)
-        costs += answer_s * (view.decode_s[at] + view.row_s[at])
+        costs = (ask.num_prompt - cached) * (1.0 + self._others * view.rows[at])
+        costs += view.waiting_tokens[at]
+        costs /= view.prefill_per_s[at]
+        costs += min(ask.max_tokens, MOST_EXPECTED) * (view.decode_s[at] + view.row_s[at])
         best = int(costs.argmin())
         cost_s, rule = float(costs[best]), "soonest"
         costs[best] = np.inf

@@ -65,10 +65,27 @@ def test_soonest_leaves_an_engine_whose_steps_are_long() -> None:
     short, long = (ask(30, keys=keys(1, 2), max_tokens=tokens) for tokens in (2, 200))
     assert SoonestFirstToken().choose(view, short).engine == 0
     assert SoonestFirstToken().choose(view, long).engine == 1
-    assert SoonestFirstToken(weight=0.0).choose(view, long).engine == 0
     assert SoonestFirstToken().choose(view, long._replace(max_tokens=10**9)).cost_s < 3.0, (
         "an answer without a limit is not thought to be endless"
     )
+
+
+def test_soonest_counts_what_a_prompt_costs_the_rows_beside_it() -> None:
+    idle_but_waiting, decoding = FAST._replace(waiting_tokens=500), FAST._replace(rows=10)
+    view = view_of(idle_but_waiting, decoding)
+    assert SoonestFirstToken(others=0.0).choose(view, ask(200)).engine == 1, "its own token would come sooner"
+    choice = SoonestFirstToken(others=0.5).choose(view, ask(200))
+    assert (choice.engine, choice.against) == (0, 1)
+    assert choice.cost_s == pytest.approx(0.7)
+    assert choice.against_cost_s == pytest.approx(0.2 + 0.5 * 10 * 0.2)
+    assert SoonestFirstToken(others=0.5).choose(view, ask(50)).engine == 1, "a short prompt costs them little"
+
+
+def test_what_a_prefix_saves_the_rows_beside_it_is_no_cost() -> None:
+    view = view_of(FAST, FAST._replace(rows=10))
+    view.prefixes.stored(1, keys(*range(20)))
+    choice = SoonestFirstToken(others=0.5).choose(view, ask(205, keys=keys(*range(20))))
+    assert (choice.engine, choice.rule) == (1, "prefix") and choice.cost_s == pytest.approx(0.005 * 6)
 
 
 def test_one_beginning_in_all_requests_heats_no_engine() -> None:
