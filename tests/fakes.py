@@ -28,6 +28,7 @@ from paceline.core.plan import (
     SAME_ROWS,
     STOPPED,
     DraftTally,
+    GuideWork,
     Moves,
     RowVector,
     StepPlan,
@@ -311,6 +312,8 @@ class FakeRunner:
         guides = self.guides.pop(plan.seq, {})
         for number, guide in guides.items():
             rows[number].guide = guide  # type: ignore[assignment]
+        live = [number for number in self._decoding if number in guides and not rows[number].ended]
+        certain = sum(len(guides[number].forced()) for number in live)
         guesses = self._guess(plan) if plan.draft_width else {}
         work = [(number, rows[number], 1 + len(guesses.get(number, ()))) for number in self._decoding]
         if len(plan.spans.row):
@@ -366,6 +369,7 @@ class FakeRunner:
             finite=finite,
             copies_done=np.array(tickets, np.int32) if tickets else EMPTY,
             vectors=tuple(vectors),
+            guided=GuideWork(0, 0.0, certain=certain) if guides else None,
             **self._drafted(work, guesses, more),
         )
 

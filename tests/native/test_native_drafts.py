@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from paceline import LLM
 from paceline.core.counters import Counters, CPUWork
-from paceline.core.plan import StepPlan
+from paceline.core.plan import DRAFT_KINDS, DraftTally, StepPlan
 from paceline.core.request import FinishReason, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.factory import build_engine
 from paceline.models.spec import ModelSpec
@@ -23,6 +24,7 @@ from paceline.runner.cpu import CPURunner, StepCompute
 from paceline.runner.device_rows import DeviceRows, Drafts, FlatBatch
 from paceline.runner.drafts import Drafter
 from paceline.runner.native.step import NativeStep
+from paceline.scheduler.draft_budget import TALLIES, StepSeconds
 from tests.bits import Circumstances, Oracle, Prompt, always_draft, differences
 from tests.cases import first
 from tests.guides import ScriptedMaker, structure
@@ -76,13 +78,14 @@ def answer(
     width: int = 7,
     depth: int = 0,
     budget: int = 400,
+    prepare: Callable[[Engine], None] = always_draft,
 ) -> tuple[list[Answer], Counters]:
     """What requests get, each with its own parameters, all at once."""
     around = Circumstances(drafts=width if drafter is not None else 0, depth=depth, budget=budget)
     config = around.config(compute.spec, MAX_LEN, 400)
     maker = ScriptedMaker(compute.spec.vocab_size)
     engine = build_engine(config, CPURunner(config, compute, drafter=drafter), guide_maker=maker)
-    always_draft(engine)
+    prepare(engine)
     answers: dict[RequestId, Answer] = {}
     for text, sampling in zip(texts, samplings, strict=True):
         answers.update((request, Answer()) for request in engine.add(text, sampling))
@@ -185,6 +188,38 @@ def test_masks_and_forced_tokens_are_counted() -> None:
     assert forced.forced_tokens == forced.accepted_tokens > 5
     assert forced.masks == 33 - forced.accepted_tokens + forced.draft_tokens and forced.mask_s > 0
     assert (free.masks, free.mask_s, free.forced_tokens) == (0, 0.0, 0)
+
+
+def doubt_guesses(engine: Engine) -> None:
+    """Guesses have always been wrong, and steps take what the start found."""
+    budget = engine.scheduler.state.drafts
+    assert budget is not None
+    wrong = DraftTally(np.full(DRAFT_KINDS, 1000, np.int32), np.zeros(DRAFT_KINDS, np.int32))
+    for _ in range(TALLIES):
+        budget.learn_drafts(wrong)
+    budget._seconds = StepSeconds(6e-3, 2e-3)
+    budget._seconds.learn = lambda tokens, seconds: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_certain_tokens_have_room_where_no_guess_is_worth_its_time(depth: int) -> None:
+    config = Circumstances().config(model("plain").spec, MAX_LEN, 400)
+    step = NativeStep(model("plain"), config, host_code(), 1)
+    sampling = SamplingParams(max_tokens=40, temperature=0.9)
+    ruled = [replace(sampling, seed=seed, structured_outputs=structure(seed, 33)) for seed in range(4)]
+    free = [replace(sampling, seed=seed, ignore_eos=True) for seed in range(4)]
+    texts = [(5, 6, 7 + number) for number in range(4)]
+    try:
+        expected, _ = answer(step, texts, ruled, None)
+        found, guided = answer(step, texts, ruled, NoGuesses([]), depth=depth, prepare=doubt_guesses)
+        alike = [(*text, *one.tokens) for text, one in zip(texts, expected, strict=True)]
+        _, plain = answer(step, texts, free, Oracle(alike), prepare=doubt_guesses)
+    finally:
+        step.close()
+    assert found == expected
+    # Two of five tokens are certain, of four answers of 33; those of the first steps come before it is known.
+    assert guided.forced_tokens > 4 * 8
+    assert plain.draft_tokens == 0
 
 
 class FixedLogits:

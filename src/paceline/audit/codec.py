@@ -42,6 +42,7 @@ from paceline.core.plan import (
     BlockAppends,
     BlockCopies,
     DraftTally,
+    GuideWork,
     Moves,
     Placements,
     RowCopies,
@@ -332,6 +333,8 @@ def encode_result(result: StepResult, generations: Generations) -> dict[str, Jso
     if result.drafts is not None:
         used = 3 if result.drafts.offered.any() else 2
         encoded["drafts"] = [pack(column) for column in result.drafts[:used]]
+    if result.guided is not None:
+        encoded["certain"] = result.guided.certain
     return encoded
 
 
@@ -358,6 +361,7 @@ def decode_result(value: Json, seq: int, generations: Generations) -> StepResult
         verified=_column(value, "verified", EMPTY),
         predicted=_column(value, "predicted", EMPTY),
         drafts=None if drafts is None else DraftTally(*map(unpack, drafts)),
+        guided=GuideWork(0, 0.0, certain=int(value["certain"])) if "certain" in value else None,
         bad_encodings=np.array(value.get("bad_encodings", []), np.int32),
         vectors=tuple(RowVector(row, NO_TRUST) for row in _column(value, "vectors", EMPTY).tolist()),
     )

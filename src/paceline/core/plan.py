@@ -375,6 +375,7 @@ class GuideWork(NamedTuple):
     forced: int = 0  # tokens that a guide was certain of, taken as drafts
     # That the draw waited for them: on a CPU all of it, on a GPU what its forward pass does not hide.
     wait_s: float = 0.0
+    certain: int = 0  # tokens that guides were certain of, with room for them or not; on a GPU not counted
 
 
 class StepResult(NamedTuple):

@@ -48,7 +48,7 @@ from paceline.runner.device_rows import (
     last_entries,
     make_batch,
 )
-from paceline.runner.drafts import Drafter, FollowingDrafter, History, NgramDrafter, follow_guides
+from paceline.runner.drafts import Drafter, FollowingDrafter, Forced, History, NgramDrafter, follow_guides
 from paceline.runner.pictures import Pictures
 from paceline.runner.pooling import Pooler, States
 from paceline.runner.sampling.sampler import Sampler, Settled, Wanted, prompt_logprobs
@@ -222,7 +222,7 @@ class CPURunner:
         bad_encodings = EMPTY if seen is None or not plan.encodes.count else seen.compute(plan.encodes)
         rows = self._rows
         guides = self._guides.pop(plan.seq, {})
-        drafts, is_forced = self._drafts(plan, guides)
+        drafts, forced = self._drafts(plan, guides)
         batch = make_batch(rows, plan, self._kv.block_size, drafts)
         at = batch.rows
         verified = None if drafts is None else _by_row(drafts.number, len(at))
@@ -240,9 +240,9 @@ class CPURunner:
         tally = None
         if self._drafter is not None and len(due):
             guessed = verified
-            if verified is not None and is_forced is not None:  # what had to come says nothing of guesses
+            if verified is not None and forced is not None:  # what had to come says nothing of guesses
                 guessed = verified.copy()
-                guessed[: len(is_forced)][is_forced] = 0
+                guessed[: len(forced.rows)][forced.rows] = 0
             self._drafter.observe(rows, at[due], drawn.count[due], None if guessed is None else guessed[due])
             tally = self._drafter.take_tally()
         if self._follower is not None and len(at):
@@ -263,18 +263,18 @@ class CPURunner:
             verified=EMPTY if verified is None else verified[once].astype(np.int32),
             predicted=predicted[once] if len(predicted) else predicted,
             drafts=tally,
-            guided=GuideWork(len(masks), mask_s, _forced(drawn.count, is_forced), mask_s) if masks else None,
+            guided=_guide_work(len(masks), mask_s, drawn.count, forced) if masks else None,
             vectors=vectors,
             bad_encodings=bad_encodings,
         )
 
-    def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Bool | None]:
-        """Guessed tokens of the decoding rows, and how many of each; then which rows have drafts that must come."""
+    def _drafts(self, plan: StepPlan, guides: Mapping[int, Guide]) -> tuple[Drafts | None, Forced | None]:
+        """Guessed tokens of the decoding rows, and how many of each; then what guides are certain of."""
         if self._drafter is None:
             return None, None
         at = np.flatnonzero(self._rows.decoding)
         drafts = self._drafter.propose(self._rows, plan, at)
-        if not guides or not plan.draft_width:
+        if not guides:
             return drafts, None
         return follow_guides(guides, self._rows, plan, at, drafts)
 
@@ -491,11 +491,9 @@ def _predicted(drafts: Drafts | None, num_rows: int) -> I32:
     return _by_row(drafts.predicted, num_rows).astype(np.int32)
 
 
-def _forced(count: I32, is_forced: Bool | None) -> int:
-    """How many tokens came that had to, beside the one that each row draws."""
-    if is_forced is None:
-        return 0
-    return int(np.maximum(count[: len(is_forced)][is_forced] - 1, 0).sum())
+def _guide_work(masks: int, seconds: float, count: I32, forced: Forced | None) -> GuideWork:
+    taken, certain = (0, 0) if forced is None else (forced.taken(count), forced.certain)
+    return GuideWork(masks, seconds, taken, seconds, certain)
 
 
 def _by_group(move: Callable[[int, Index, Index], None], groups: I32, first: I32, second: I32) -> None:

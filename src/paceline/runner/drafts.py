@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -390,16 +390,26 @@ class NgramDrafter:
         return tally
 
 
+class Forced(NamedTuple):
+    """What guides are certain of in a step."""
+
+    rows: Bool  # of the decoding rows those whose drafts it is
+    certain: int  # tokens, also those that there is no room for
+
+    def taken(self, count: Counts) -> int:
+        """How many tokens came that had to, beside the one that each row draws."""
+        return int(np.maximum(count[: len(self.rows)][self.rows] - 1, 0).sum())
+
+
 def follow_guides(
     guides: Mapping[int, Guide],
     rows: DeviceRows,
     plan: StepPlan,
     at: Index,
     drafts: Drafts | None,
-) -> tuple[Drafts | None, Bool]:
-    """The drafts of the rows `at`, where those with a guide have what it forces, or of a guess what it allows; then
-    which rows have what is forced."""
-    is_forced = np.zeros(len(at), np.bool_)
+) -> tuple[Drafts | None, Forced]:
+    """The drafts of the rows `at`, where those with a guide have what it forces, or of a guess what it allows."""
+    is_forced, certain = np.zeros(len(at), np.bool_), 0
     if drafts is None:
         drafts = Drafts(np.zeros((len(at), plan.draft_width), np.int64), np.zeros(len(at), np.int64))
     tokens, counts, predicted = drafts
@@ -412,9 +422,10 @@ def follow_guides(
         found = guide.forced()
         if found:
             is_forced[number] = True
+            certain += len(found)
             room = int(rows.limit[row] - rows.num_tokens[row]) - 1
             found = found[: max(0, min(room, plan.draft_width, left + before))]
-        else:
+        elif before:
             found = tokens[number, :before].tolist()
             found = found[: guide.accepts(found)]
         while found and is_over_behind(guide, found):
@@ -424,7 +435,7 @@ def follow_guides(
         left += before - len(found)
         if predicted is not None:
             predicted[number] = 0 if is_forced[number] else min(int(predicted[number]), len(found))
-    return (drafts if counts.any() else None), is_forced
+    return (drafts if counts.any() else None), Forced(is_forced, certain)
 
 
 def is_over_behind(guide: Guide, tokens: list[int]) -> bool:

@@ -9,7 +9,8 @@ which is a small number while few rows decode, and nearly 1 when many do. The ch
 trust in the drafts up to it, learnt from how drafts of the same kind have fared; seconds are learnt from what steps of
 each size took. Both come with results, which the run log has, so that a replay decides the same. A step costs the
 same few operations however many rows there are; the runner, which has the tokens, makes the drafts and leaves out
-those below the floor.
+those below the floor. Tokens that a guide is certain of are worth it wherever one more token costs less than a row's
+share of a step: there is room for them while answers with guides have had some lately, whatever guesses are worth.
 
 On a GPU (`SizedBudget`) steps have a few sizes, and one costs the same however much of it is used: drafts fill what
 room there is, the likeliest first. What a size brings follows from what rows have been offered lately: the share of
@@ -51,6 +52,7 @@ TALLIES = 4  # that are learnt from at once
 MOVED = 0.01  # a change of trust that the runner is told of
 MARGIN = 1.05  # what is predicted must be better by this
 LATELY = 0.1  # weight of the last step in how many drafts are right
+FEWEST_CERTAIN = 0.05  # tokens a step that guides are certain of, for which room is made
 # Weights of the last step in what is known of step times. A machine that gets slower must be noticed before a size is
 # taken for dear.
 LEVEL, FACTOR, NEW_FACTOR = 0.15, 0.03, 0.1
@@ -66,6 +68,9 @@ class DraftBudget:
         self.floor = 0.0
         self._seconds = StepSeconds(config.fixed_s, config.token_s)
         self._drafted = 1.0  # drafts of a step that has any, lately
+        self._certain = 0.0  # tokens that guides were certain of, in a step with guides, lately
+        self._is_guided = False  # the last step had guides
+        self._is_for_certain = False  # the room that was made last
         self._compared: F64 = np.zeros(DRAFT_KINDS)
         self._equal: F64 = np.zeros(DRAFT_KINDS)
         self._trust: F64 = np.full(DRAFT_KINDS, FIRST_TRUST)
@@ -91,19 +96,24 @@ class DraftBudget:
         self.floor = min(MARGIN * rate * token, 1.0)
         # Room is made for what the best kind may have: a row with room for drafts is known only within bounds.
         width = draft_depth(self._best, self.floor, self.width) if self.floor < 1.0 else 0
+        self._is_for_certain = self._is_guided and self._certain >= FEWEST_CERTAIN and rows * token <= plain
+        if self._is_for_certain:
+            width = self.width
         tokens = min(left, rows * width)
         self.chosen = width if tokens > 0 else 0
         return self.chosen, max(tokens, 0)
 
     def gains(self, rows: int, width: int) -> tuple[float, float]:
-        """Speed with drafts over speed without, for so many rows: as trust has it, if every row has as many as it may,
-        and as the last steps have had it."""
+        """Speed with drafts over speed without, for so many rows: as trust has it, if every row has as many as it may
+        (or with what guides are certain of, if room is made for that), and as the last steps have had it."""
         plain = self._seconds(rows)
         best, drafted = self._best, max(1, round(self._drafted))
         if plain <= 0.0:
             return 1.0, 1.0
-        expected = 1.0 + sum(best**depth for depth in range(1, width + 1))
-        predicted = expected * plain / self._seconds(rows + rows * width)
+        expected, tokens = 1.0 + sum(best**depth for depth in range(1, width + 1)), rows + rows * width
+        if width and self._is_for_certain:
+            expected, tokens = 1.0 + self._certain / rows, rows + max(1, round(self._certain))
+        predicted = expected * plain / self._seconds(tokens)
         return predicted, (1.0 + self.right) * plain / (
             self._seconds(rows + drafted) if self.right else plain
         )
@@ -129,6 +139,9 @@ class DraftBudget:
         """A step has run, with room for this many drafts; here, those that were made count."""
         verified = int(total(result.verified)) if len(result.verified) else 0
         times = result.times
+        self._is_guided = result.guided is not None
+        if result.guided is not None:
+            self._certain += LATELY * (result.guided.certain - self._certain)
         if verified:
             self._drafted += LATELY * (verified - self._drafted)
         if work.decode_rows and not work.prefill_tokens and not work.has_more:

@@ -55,7 +55,7 @@ from paceline.core.inputs import (
     Unpin,
     Withheld,
 )
-from paceline.core.plan import STOPPED, StepResult, StepTimes, i32
+from paceline.core.plan import STOPPED, GuideWork, StepResult, StepTimes, i32
 from paceline.core.request import BlockReason, RequestId, TreeLimits
 
 KEYS = (bytes(range(4)), b"\xff\x00")
@@ -212,6 +212,7 @@ def test_results_come_back_as_they_were() -> None:
         copies_done=i32([4, 2]),
         copies_failed=i32([3]),
         times=StepTimes(start_s=0.1, end_s=0.3),
+        guided=GuideWork(3, 0.01, 2, 0.01, certain=7),
     )
     for known in ([1, 5, 1, 2], [1, 5, 1, 1]):  # as the joins said, and not
         generations = Generations()
@@ -225,6 +226,7 @@ def test_results_come_back_as_they_were() -> None:
             assert column.dtype == getattr(given, name).dtype
         assert (back.seq, back.times.start_s, back.times.end_s) == (3, 0.1, 0.3)
         assert back.tokens.shape == (4, 1) and not back.tokens.any()
+        assert back.guided is not None and back.guided.certain == 7
 
 
 def test_an_empty_result_comes_back() -> None:
@@ -239,6 +241,7 @@ def test_an_empty_result_comes_back() -> None:
         finite=none.astype(np.bool_),
     )
     back = decode_result(encode_result(given, Generations()), 1, Generations())
+    assert back.guided is None
     assert len(back.rows) == len(back.generation) == len(back.finished) == len(back.finite) == 0
 
 

@@ -9,12 +9,22 @@ import pytest
 
 from paceline.config.engine import EngineConfig, KVConfig, SchedulerConfig
 from paceline.config.speculative import DraftConfig, read_speculative_config
-from paceline.core.plan import EMPTY, DraftTally, StepPlan, StepResult, StepTimes, StepWork, i32, whole_rows
+from paceline.core.plan import (
+    EMPTY,
+    DraftTally,
+    GuideWork,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    StepWork,
+    i32,
+    whole_rows,
+)
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ConfigError
 from paceline.runner.device_rows import DeviceRows, Drafts
 from paceline.runner.drafts import FOLLOWED, FOUND, OF_HISTORY, History, NgramDrafter
-from paceline.scheduler.draft_budget import DraftBudget, StepSeconds
+from paceline.scheduler.draft_budget import TALLIES, DraftBudget, StepSeconds
 
 CONFIG = EngineConfig(
     kv=KVConfig(num_blocks=64), scheduler=SchedulerConfig(max_num_seqs=4, max_model_len=200), depth=0
@@ -394,6 +404,45 @@ def test_where_drafts_are_right_others_are_less_worth() -> None:
         budget.learn(StepWork(decode_rows=1), result(1, 0, 2, 0.0))
     budget.choose(1, 100)
     assert budget.floor == pytest.approx(2 * 1.05 * 2 / 8, rel=1e-3)
+
+
+def guided(certain: int) -> StepResult:
+    return result(8, 0, 1, 0.0)._replace(guided=GuideWork(8, 0.0, certain=certain))
+
+
+def test_there_is_room_for_what_guides_are_certain_of() -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    wrong = DraftTally(i32([1000] * 32), i32([0] * 32))
+    for _ in range(TALLIES):
+        budget.learn_drafts(wrong)
+    work = StepWork(decode_rows=8)
+    budget.learn(work, guided(0))
+    assert budget.choose(8, 100) == (0, 0)
+    budget.learn(work, guided(12))
+    assert budget.choose(8, 100) == (7, 56) and budget.choose(8, 5) == (7, 5)
+    predicted, _ = budget.gains(8, 7)  # with what is certain, not with what guesses have room for
+    assert predicted == pytest.approx((1 + 1.2 / 8) * 22 / 24)
+    budget.learn(work, result(8, 0, 1, 0.0))  # other answers have none of it
+    assert budget.choose(8, 100) == (0, 0)
+    budget.learn(work, guided(12))
+    for _ in range(20):  # a text without rules
+        assert budget.choose(8, 100)[0]
+        budget.learn(work, guided(0))
+    for _ in range(20):  # a long one
+        budget.learn(work, guided(0))
+    assert budget.choose(8, 100) == (0, 0)
+
+
+@pytest.mark.parametrize(("wider_s", "room"), [(30e-3, 7), (36e-3, 0)])
+def test_a_certain_token_waits_where_it_costs_more_than_a_row(wider_s: float, room: int) -> None:
+    budget = DraftBudget(DraftConfig(fixed_s=6e-3, token_s=2e-3), 7)
+    wrong = DraftTally(i32([1000] * 32), i32([0] * 32))
+    work = StepWork(decode_rows=8)
+    for _ in range(200):
+        budget.learn(work, result(8, 0, 1, 16e-3, wrong))
+        budget.learn(work, result(8, 1, 1, wider_s, wrong))
+    budget.learn(work, guided(12))
+    assert budget.choose(8, 100)[0] == room
 
 
 def test_trust_follows_what_is_seen_and_is_told_when_it_has_moved() -> None:
