@@ -93,6 +93,7 @@ def crowd(server: ClientServer, count: int) -> Iterator[None]:
 def test_lanes_appear_and_leave_while_requests_stream(server: ClientServer, viewer: Viewer) -> None:
     with viewer.view(server.url, key=ADMIN) as view:
         view.wait("stage.snapshot && stage.rows.size === 0")
+        assert view.page.locator("#engines").is_hidden(), "there is one"
         view.keep_pictures()
         with stream(server, "one", LONG) as first, stream(server, "two", LONG) as second:
             assert next(first) and next(second)

@@ -185,6 +185,30 @@ def test_without_any_engine_requests_wait_for_the_next(server: ClientServer) -> 
     wait_for_engines(server)
 
 
+def test_every_engine_can_be_watched_and_each_feed_tells_of_all(server: ClientServer) -> None:
+    wait_for_engines(server)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream, server, {"seed": 1}, answer := Answer())
+        wait_until(lambda: len(answer.texts.get(0, "")) > 10, 60)
+        shown = [first_message(server, number) for number in (0, 1)]
+        running.result(120)
+    assert sum(len(message["engine"]["snapshot"]["rows"][0]) for message in shown) == 1
+    for message in shown:
+        told = message["server"]["engines"]
+        assert [each["number"] for each in told] == [0, 1] and sum(each["output_tokens"] for each in told) > 0
+    about = server.ask("GET", "/v1/admin/about").json
+    assert about["engines"] == 2
+    one = server.ask("GET", "/v1/admin/about?engine=1").json["engine"]
+    assert about["engine"]["max_num_seqs"] == 2 * one["max_num_seqs"]
+    assert server.ask("GET", "/v1/admin/watch?engine=2").status == 400
+
+
+def first_message(server: ClientServer, number: int) -> dict[str, Any]:
+    with server.open("GET", f"/v1/admin/watch?engine={number}") as feed:
+        found: dict[str, Any] = json.loads(feed.readline().removeprefix(b"data: "))
+        return found
+
+
 def test_cores_are_dealt_out(server: ClientServer) -> None:
     wait_for_engines(server)
     shares = [os.sched_getaffinity(pid) for pid in engines(server)]

@@ -58,7 +58,10 @@ def test_the_page_needs_no_key_and_what_it_shows_does(server: ClientServer) -> N
         assert server.ask("GET", path, key="").status == 401
         assert server.ask("GET", path).status == 403
     about = server.ask("GET", "/v1/admin/about", key=ADMIN).json
-    assert about["engine"]["max_num_seqs"] >= 1 and about["model"]
+    assert about["engine"]["max_num_seqs"] >= 1 and about["model"] and "engines" not in about
+    assert server.ask("GET", "/v1/admin/about?engine=0", key=ADMIN).json == about
+    for path in ("/v1/admin/watch?engine=1", "/v1/admin/about?engine=1", "/v1/admin/about?engine=x"):
+        assert server.ask("GET", path, key=ADMIN).status == 400
 
 
 def test_steps_of_the_feed_tell_what_its_state_says(server: ClientServer) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,12 +92,13 @@ class Fleet:
         for _ in engines:
             self.view.attach(state=Seen.STARTING)
         self.routed: dict[str, int] = {}  # choices, by rule
+        self.output_tokens: Counter[int] = Counter()  # told, by engine
         self.failovers: dict[str, int] = {"resumed": 0, "restarted": 0, "gave_up": 0}
         self._config = config
         self._router = make_router(config.router)
         self._numbers = numbers
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
-        self._ways = Ways()
+        self.ways = Ways()
         self._prefixes = FleetPrefixes(self.view.prefixes, len(engines))
         self._figures = Figures(len(engines))
         self._refused = RefusedPrompts()
@@ -251,7 +253,7 @@ class Fleet:
         known = Explanation([], number in self._streams)
         if engine.state is EngineState.READY:
             known = await engine.explain(inner)
-        way = self._ways.of(number)
+        way = self.ways.of(number)
         return known if way is None else Explanation(way.explained(number, known.decisions), known.is_live)
 
     async def forecast(
@@ -379,7 +381,7 @@ class Fleet:
 
     def _note_choice(self, stream: FleetStream, choice: Choice, inner: int, now_s: float) -> None:
         self.routed[choice.rule] = self.routed.get(choice.rule, 0) + 1
-        self._ways.chosen(stream.first or inner, inner, choice, now_s)
+        self.ways.chosen(stream.first or inner, inner, choice, now_s)
 
     # -- for streams ---------------------------------------------------------------------------------------
 
@@ -411,7 +413,7 @@ class Fleet:
             if not stream.is_closed:
                 self._give_up(stream)
             raise error
-        self._ways.lost(stream.first, sum(map(len, stream.outputs)))
+        self.ways.lost(stream.first, sum(map(len, stream.outputs)))
         if error.code != DRAINED and self._is_suspect(stream):
             stream.strikes += 1
         stream.inner = None
@@ -496,7 +498,7 @@ class Fleet:
         stream = self._streams.get(number)
         if stream is not None and stream.engine >= 0:
             return stream.engine
-        way = self._ways.of(number)
+        way = self.ways.of(number)
         return 0 if way is None else way.engine
 
     def _where(self, number: int) -> tuple[AsyncEngine, int]:
@@ -504,7 +506,7 @@ class Fleet:
         engine, stream = self.members[self._engine_of(number)].engine, self._streams.get(number)
         if stream is not None:
             return engine, number if stream.inner is None else stream.inner.first + number - stream.first
-        way = self._ways.of(number)
+        way = self.ways.of(number)
         return engine, number if way is None else way.inner + number - way.first
 
     # -- of all engines ------------------------------------------------------------------------------------

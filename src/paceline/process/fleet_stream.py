@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ class Asked:
 
 class Keeper(Protocol):
     """The fleet, as its streams know it."""
+
+    output_tokens: Counter[int]  # told, by engine
 
     async def find_engine(self, stream: FleetStream) -> None:
         """Wait until an engine has the request. Raises EngineUnavailable where none has it in time."""
@@ -222,6 +225,7 @@ class FleetStream:
         for update in updates:
             if update.tokens:
                 self.outputs[update.branch] += update.tokens
+                self._fleet.output_tokens[self.engine] += len(update.tokens)
             if update.logprobs and self.asked is not None:
                 self._note_logprobs(update, len(self.asked.tokens))
             if update.held is not None or update.is_injected:

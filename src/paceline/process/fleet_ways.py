@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +13,19 @@ from paceline.routing.view import NOBODY, Choice
 
 MOST_KNOWN = 8192  # requests
 MOST_BRANCHES = 256  # that a request may have
+MOST_PASSAGES = 64
+TOGETHER_S = 1.0  # requests that go the same way within this time are one passage
+
+
+@dataclass(slots=True)
+class Passage:
+    """Requests that went on in another engine, as they are shown."""
+
+    time_s: float  # of the last of them
+    source: int
+    target: int
+    requests: int = 0
+    tokens: int = 0  # that they had
 
 
 @dataclass(slots=True)
@@ -42,6 +55,7 @@ class Ways:
     """The newest requests, by number."""
 
     def __init__(self) -> None:
+        self.passages: deque[Passage] = deque(maxlen=MOST_PASSAGES)  # the newest
         self._ways: OrderedDict[int, Way] = OrderedDict()
 
     def of(self, number: int) -> Way | None:
@@ -54,6 +68,8 @@ class Ways:
     def chosen(self, first: int, inner: int, choice: Choice, now_s: float) -> None:
         """A request goes to an engine, under this number."""
         way = self._ways.setdefault(first, Way(first, choice.engine, inner))
+        if way.notes and way.notes[-1].kind is DecisionKind.FAILOVER:
+            self._passed(way.engine, choice.engine, way.notes[-1].value, now_s)
         way.engine, way.inner = choice.engine, inner
         against = ""
         if choice.against != NOBODY and choice.cost_s:
@@ -71,6 +87,16 @@ class Ways:
         )
         if len(self._ways) > MOST_KNOWN:
             self._ways.popitem(last=False)
+
+    def _passed(self, source: int, target: int, num_tokens: int, now_s: float) -> None:
+        known = [each for each in self.passages if (each.source, each.target) == (source, target)]
+        if not known or now_s - known[-1].time_s > TOGETHER_S:
+            known.append(Passage(now_s, source, target))
+            self.passages.append(known[-1])
+        passage = known[-1]
+        passage.time_s = now_s
+        passage.requests += 1
+        passage.tokens += num_tokens
 
     def lost(self, first: int, num_known: int) -> None:
         """Its engine was lost behind so many tokens."""

@@ -28,7 +28,7 @@ from paceline.server.health import PUBLIC, ServerStatus, health_routes
 from paceline.server.http.asgi import AccessRules, AsgiApp, RouteTable
 from paceline.server.http.listener import Listener
 from paceline.server.http.request_headers import HostCheck, OriginRules
-from paceline.server.live.feed import Feed, WatchedModel, watch_routes
+from paceline.server.live.feed import WatchedModel, feeds_of, watch_routes
 from paceline.server.live.page_files import DOCS, PAGE, file_handler, page_routes
 from paceline.server.metrics.batching import BatchingMetrics
 from paceline.server.metrics.prometheus_page import (
@@ -110,7 +110,7 @@ class Application:
             more_counters=self._counters,
         )
         self._config = config
-        self.models = [WatchedModel("", 1.0, client, self.requests, Feed(client, self.requests))]
+        self.models = [WatchedModel("", 1.0, client, self.requests, feeds_of(client, self.requests))]
         self.stats_lines: list[StatsLine] = []
         self._own = [
             *health_routes(self.status),
@@ -137,7 +137,8 @@ class Application:
             self._count_by_model(api.models)
         for model, part in zip(self.models, api.models, strict=False):
             part.recent.keeps_words = self.may_show_prompts
-            model.feed.recent, model.feed.models = part.recent, self.models
+            for feed in model.feeds:
+                feed.recent, feed.models = part.recent, self.models
         self.status.is_full = api.is_full
         self._api_gauges = api.gauges
         self.metrics.labelled = api.labelled
@@ -162,8 +163,8 @@ class Application:
             requests = RequestFamilies(slo)
             batching = BatchingMetrics(part.client, requests) if place else self.batching
             figures.append(ModelFigures(part.name, part.client, requests, batching))
-            feed = Feed(part.client, requests)
-            models.append(WatchedModel(part.name, part.share, part.client, requests, feed))
+            feeds = feeds_of(part.client, requests)
+            models.append(WatchedModel(part.name, part.share, part.client, requests, feeds))
         self.metrics.models, self.models = figures, models
         self.log.count_by_model({each.name: each.requests for each in figures})
 
@@ -176,7 +177,8 @@ class Application:
         self.on_weights(keyring.weights)
         if not self.may_show_prompts():
             for model in self.models:
-                model.feed.past.clear()
+                for feed in model.feeds:
+                    feed.past.clear()
 
     def may_show_prompts(self) -> bool:
         """Whether the live page may show the first words of prompts."""

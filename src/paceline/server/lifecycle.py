@@ -122,7 +122,7 @@ class Server:
         self._on_ready(self._engine.client.info)
 
     def _parts(self) -> tuple[Background, ...]:
-        feeds = (model.feed for model in self._app.models)
+        feeds = (feed for model in self._app.models for feed in model.feeds)
         return () if self._api is None else (*self._api.background, *feeds)
 
     # ------------------------------------------------------------ signals

@@ -63,8 +63,10 @@ def engine_values(member: Member) -> dict[str, Any]:
     values = _values(member.number, member.engine)
     if member.is_draining and values["state"] == EngineState.READY.value:
         values["state"] = "draining" if member.engine.num_open else "drained"
+    info = member.info
     return {
         **values,
+        "rows": 0 if info is None else info.max_num_seqs,
         "requests": member.engine.num_open,
         "pid": member.pid(),
         "restarts": member.num_restarts(),

@@ -22,11 +22,12 @@ import msgspec
 from paceline.config.engine import POLICIES
 from paceline.errors import PacelineError, QueueFull
 from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable
-from paceline.server.api.fields import choice_of, read_query
+from paceline.server.api.fields import choice_of, read_query, whole_of
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnknownModel, openai_error_frame
 from paceline.server.generate.requests import RecentRequests
+from paceline.server.live.engines import engines_of, fleet_values
 from paceline.server.logs import log
 from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
@@ -107,12 +108,16 @@ class Past:
 class Feed:
     """The messages of one engine, and its viewers."""
 
-    def __init__(self, client: EngineClient, requests: RequestFamilies) -> None:
+    def __init__(
+        self, client: EngineClient, requests: RequestFamilies, fleet: EngineClient | None = None
+    ) -> None:
+        """`fleet`: what the engine is one of, where there are several."""
         self.past = Past()
         self.models: Sequence[WatchedModel] = ()  # all of the server
         # Names the requests; None until the API is up.
         self.recent: RecentRequests | None = None
         self._client = client
+        self._fleet = fleet or client
         self._requests = requests
         self._readers: set[asyncio.Queue[bytes | None]] = set()
         self._has_reader = asyncio.Event()
@@ -199,7 +204,7 @@ class Feed:
 
     def _message(self, seen: bytes) -> bytes:
         self._number += 1
-        shared = sharing(self.models, self._client)
+        shared = sharing(self.models, self._client) | fleet_values(self._fleet)
         return b"data: %b\n\n" % message(self._number, self._requests, seen, self._new_names(), shared)
 
     def _new_names(self) -> list[Named]:
@@ -230,7 +235,21 @@ class WatchedModel(NamedTuple):
     share: float  # of the device's time, against those of the others
     client: EngineClient
     requests: RequestFamilies
-    feed: Feed
+    feeds: list[Feed]  # of its engines
+
+
+def feeds_of(client: EngineClient, requests: RequestFamilies) -> list[Feed]:
+    """One for each engine of a model."""
+    return [Feed(each, requests, client) for each in engines_of(client)]
+
+
+def feed_of(model: WatchedModel, number: int) -> Feed:
+    """The feed of an engine, which may have come while serving."""
+    for client in engines_of(model.client)[len(model.feeds) :]:
+        feed = Feed(client, model.requests, model.client)
+        feed.recent, feed.models = model.feeds[0].recent, model.feeds[0].models
+        model.feeds.append(feed)
+    return model.feeds[number]
 
 
 def sharing(models: Sequence[WatchedModel], client: EngineClient) -> dict[str, Any]:
@@ -323,23 +342,37 @@ def watch_routes(models: Callable[[], Sequence[WatchedModel]]) -> list[Route]:
         known = ", ".join(model.name for model in found)
         raise UnknownModel(f"the model {name!r:.128} is not watched; there is {known}", param="model")
 
+    def engine_asked(call: Call, engines: Sequence[EngineClient]) -> int | None:
+        """Which of several engines is asked for."""
+        query = read_query(call.query, ("engine",))
+        is_named = "engine" in query
+        return whole_of(query, "engine", default=0, low=0, high=len(engines) - 1) if is_named else None
+
     async def watch(call: Call) -> Answer | Events:
         with_past = choice_of(read_query(call.query, ("past",)), "past", ("true", "false")) == "true"
-        feed = watched(call).feed
+        model = watched(call)
+        feed = feed_of(model, engine_asked(call, engines_of(model.client)) or 0)
         return Events(frames=feed.messages(with_past=with_past), error_frame=openai_error_frame)
 
     async def about(call: Call) -> Answer | Events:
         model = watched(call)
-        values = {
+        engines = engines_of(model.client)
+        number = engine_asked(call, engines)
+        values: dict[str, Any] = {
             "version": __version__,
             "model": model.name,
-            "engine": asdict(model.client.info),
+            "engine": asdict(model.client.info if number is None else engines[number].info),
             "policies": POLICIES,
             "latency_bounds": latency_bounds(model.requests),
         }
+        if len(engines) > 1:
+            values["engines"] = len(engines)
         return Answer(body=msgspec.json.encode(values))
 
-    summary = "Watch a model step by step, as server-sent events; ?past=true begins a minute ago"
+    summary = (
+        "Watch a model step by step, as server-sent events; ?past=true begins a minute ago, "
+        "?engine=N is one engine of several"
+    )
     return [
         described("GET", "/v1/admin/watch", watch, summary, needs_admin=True),
         described(

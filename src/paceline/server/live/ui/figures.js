@@ -94,7 +94,7 @@ export function drawGauges(place, figures, snapshot, blocks, numSlots) {
     [`running, of ${numSlots.toLocaleString("en")} rows`, snapshot.rows[0].length],
     ["rows in use, mean", percent(figures.mean((each) => each.running) / Math.max(1, numSlots))],
     ["waiting", snapshot.num_waiting],
-    ["output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
+    [figures.kept.at(-1).server.engines ? "output tokens / s, all engines" : "output tokens / s", Math.round(figures.rate((each) => each.server.tokens[0]))],
     ["KV blocks held", percent(held)],
     ["prompt tokens found cached", percent(figures.share((each) => each.cached, (each) => each.prompt))],
     ["padding, of computed tokens", percent(figures.share((each) => each.padding, (each) => each.computed))],

@@ -5,6 +5,7 @@ import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { Drawer } from "./drawer.js";
 import { onTheme } from "./colours.js";
+import { Engines } from "./engines.js";
 import { ask, follow, isKeyProblem, keyring } from "./feed.js";
 import { Figures, drawGauges, drawLatencies, drawLevels, drawTenants } from "./figures.js";
 import { LaneList } from "./lane_list.js";
@@ -19,9 +20,11 @@ import { Traffic } from "./traffic.js";
 
 const stage = new Stage(), figures = new Figures(), blocks = new BlockMap(byId("blocks"), byId("block-note"));
 const charts = new Charts(byId("chart-steps"), byId("chart-rates"), byId("chart-batch"));
-const names = new Names(), chosenModel = new URLSearchParams(location.search).get("model");
+const names = new Names(), query = new URLSearchParams(location.search), chosenModel = query.get("model");
 const sharing = new Sharing(byId("sharing"), chosenModel);
-const ofModel = (path) => (chosenModel ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(chosenModel)}` : path);
+let chosenEngine = query.get("engine"); // of several
+const asking = (path, name, value) => (value === null ? path : `${path}${path.includes("?") ? "&" : "?"}${name}=${encodeURIComponent(value)}`);
+const ofModel = (path) => asking(path, "model", chosenModel), ofEngine = (path) => asking(ofModel(path), "engine", chosenEngine);
 const drawer = new Drawer(byId("drawer"), stage, names, {
   pathOf: (request) => ofModel(`${explained}/requests/${encodeURIComponent(request)}/explain`),
   onStory: opened,
@@ -32,7 +35,7 @@ const gutterOf = (width) => (width > 700 ? 190 : 104);
 const lanes = new Lanes(byId("lanes"), stage, pick, gutterOf), list = new LaneList(byId("lane-list"), lanes, stage, names, pick);
 const queue = new Queue(byId("queue"), byId("queue-note"), stage, names, pick);
 const traffic = new Traffic(byId("traffic"), byId("traffic-note"), byId("traffic-answers"), ofModel("/v1/admin/traffic"));
-let about = null, engine = null, player = null, steering = null, explained = "/v1/admin", ahead = null, opening = 0;
+let about = null, engine = null, engines = null, player = null, steering = null, explained = "/v1/admin", ahead = null, opening = 0;
 let fresh = false, outdated = false, before = 0, drawn = 0, charted = 0; // what is to be drawn, and when it was
 const frames = []; // milliseconds of the newest frames
 const FLASH_S = 1; // how long ago a prefix may have been evicted to be framed
@@ -58,6 +61,7 @@ function received(message) {
   if (!message.engine) return begin(message.past);
   opening = Math.max(0, opening - 1);
   take(message);
+  if (!opening) engines?.show(message.server, performance.now() / 1000);
   if (message.engine.unavailable) return setStatus("lost", message.engine.unavailable);
   setStatus("live", "");
   lanes.commit();
@@ -161,13 +165,17 @@ function again() {
 }
 
 function describe(model) {
-  const parts = [model, engine.device, engine.dtype, `${engine.max_num_seqs.toLocaleString("en")} rows`, `version ${about.version}`];
+  const parts = [model, about.engines && `engine ${chosenEngine}`, engine.device, engine.dtype, `${engine.max_num_seqs.toLocaleString("en")} rows`, `version ${about.version}`];
   byId("about").textContent = parts.filter(Boolean).join(" · ");
 }
 
 async function start() {
   try {
-    about = await ask(ofModel("/v1/admin/about"));
+    about = await ask(ofEngine("/v1/admin/about"));
+    if (about.engines && chosenEngine === null) {
+      chosenEngine = "0";
+      about = await ask(ofEngine("/v1/admin/about"));
+    }
   } catch (error) {
     if (isKeyProblem(error.status)) return setStatus("key", error.status);
     setStatus("lost", error.message);
@@ -183,7 +191,9 @@ async function start() {
     engine = about.engine;
     describe(about.model);
     steering ??= new Steering(byId("steering"), about.policies, ofModel);
-    follow(ofModel("/v1/admin/watch?past=true"), received, setStatus);
+    if (about.engines) engines ??= new Engines(byId("engines"), Number(chosenEngine), (number) => asking(ofModel(location.pathname), "engine", number));
+    byId("guide-engines").hidden = !about.engines;
+    follow(ofEngine("/v1/admin/watch?past=true"), received, setStatus);
   }
   linked();
 }
