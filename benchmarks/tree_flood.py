@@ -27,7 +27,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.errors import PacelineError
 from paceline.factory import build_engine
 from paceline.lab.sim import SimConfig, engine_config
-from paceline.lab.sim.runner import TimedRunner
+from paceline.lab.sim.simulated_runner import TimedRunner
 from paceline.scheduler.invariants import InvariantChecker
 
 bench = Benchmark(__doc__)

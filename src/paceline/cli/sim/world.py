@@ -24,12 +24,12 @@ from paceline.costs.presets import device_spec, model_shape
 from paceline.errors import InputError
 from paceline.lab.report.table import format_number
 from paceline.lab.sim import Machine
+from paceline.lab.world.bottlenecks import limits
 from paceline.lab.world.curve import Curve, Mix, measure_curve, read_curve, write_curve
 from paceline.lab.world.day import Day, live
 from paceline.lab.world.exact import compare_with_exact
-from paceline.lab.world.limits import limits
-from paceline.lab.world.sizes import Sizes, sizes_for
-from paceline.lab.world.spec import World, read_world
+from paceline.lab.world.replica_counts import Sizes, sizes_for
+from paceline.lab.world.world_file import World, read_world
 from paceline.version import __version__
 
 FORMAT = "paceline-world"

@@ -20,7 +20,7 @@ from paceline.core.plan import StepWork
 from paceline.costs.cost_model import CostModel, StepShape
 from paceline.costs.fit import FittedCost, HostCosts
 from paceline.errors import InputError
-from paceline.lab.sim.runner import step_shape
+from paceline.lab.sim.simulated_runner import step_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

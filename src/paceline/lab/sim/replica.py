@@ -35,8 +35,8 @@ from paceline.factory import build_engine
 from paceline.kv.block_pool import BlockPool, Blocks, EvictionOrder
 from paceline.lab.measure import Meter, StepMeter
 from paceline.lab.sim.faults import Aborts, ReplicaFaults
-from paceline.lab.sim.runner import Links, SimulatedDrafts, TimedRunner
 from paceline.lab.sim.settings import SimConfig
+from paceline.lab.sim.simulated_runner import Links, SimulatedDrafts, TimedRunner
 from paceline.models.files.adapter_files import Adapter
 from paceline.scheduler.invariants import InvariantChecker
 from paceline.scheduler.scheduler import Scheduler

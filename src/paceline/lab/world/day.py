@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paceline.errors import InputError
 from paceline.lab.world.curve import Curve
 from paceline.lab.world.flow import Away, Flags, Flow
-from paceline.lab.world.spec import Death, World
+from paceline.lab.world.world_file import Death, World
 
 Floats = NDArray[np.float64]
 

@@ -22,8 +22,8 @@ from paceline.lab.report.summary import summarize
 from paceline.lab.sim import SimConfig, engine_config, simulate
 from paceline.lab.sim.acceptance import Acceptance
 from paceline.lab.sim.replayer import replay
-from paceline.lab.sim.runner import SimulatedDrafts, TimedRunner, step_shape
 from paceline.lab.sim.settings import Machine
+from paceline.lab.sim.simulated_runner import SimulatedDrafts, TimedRunner, step_shape
 from tests.pure.lab.sim.sim_helpers import PerToken, make_workload, sim_config, small_engine
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

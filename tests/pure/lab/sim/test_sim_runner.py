@@ -27,7 +27,7 @@ from paceline.core.request import RequestId
 from paceline.core.sampling import SamplingParams
 from paceline.costs.cost_model import StepShape
 from paceline.factory import build_engine
-from paceline.lab.sim.runner import TimedRunner
+from paceline.lab.sim.simulated_runner import TimedRunner
 from tests.fakes import FakeRunner
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import InputError
+from paceline.lab.world.bottlenecks import limits
 from paceline.lab.world.day import live
 from paceline.lab.world.flow import Flow
-from paceline.lab.world.limits import limits
-from paceline.lab.world.sizes import rate_within, sizes_for
+from paceline.lab.world.replica_counts import rate_within, sizes_for
 from tests.pure.lab.world.world_helpers import CURVE, world
 
 

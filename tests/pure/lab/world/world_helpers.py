@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.lab.world.curve import POINTS, Curve
-from paceline.lab.world.spec import World, read_world
+from paceline.lab.world.world_file import World, read_world
 
 # 10 tokens at 0.1 s, 100 rows: 100 requests/s, of which prompts take a tenth of the device.
 CURVE = Curve(

@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.main import run
 from paceline.cli.sim.world import load_world
 from paceline.errors import InputError
-from paceline.lab.world.spec import read_world
+from paceline.lab.world.world_file import read_world
 from tests.pure.lab.world.world_helpers import description, world
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "world.yaml"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import InputError
 from paceline.lab.world.curve import Curve
-from paceline.lab.world.spec import World
+from paceline.lab.world.world_file import World
 
 Floats = NDArray[np.float64]
 
