@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,10 @@ class FakeEngine:
     def forecast(self) -> None:
         """It has read the newest request."""
         self.client.on_update(frames.Update(1.0, forecasts=[(self.adds[-1].first, None)]))
+
+    def cache(self, *stored: bytes, evicted: Sequence[bytes] = ()) -> None:
+        """What it has cached has changed."""
+        self.client.on_prefixes(frames.PrefixNews(b"".join(stored), b"".join(evicted)))
 
     def refuse(self) -> None:
         rejected = frames.rejected_with(QueueFull("full"), self.adds[-1].first)

@@ -155,6 +155,7 @@ def build_engine(
     engine.adapters = make_adapters(scheduler)
     if isinstance(hooks, PrefixKeyHooks):
         hooks.identity_of, engine.modules.keys_of = engine.adapters.identity_of, hooks.module_keys
+        engine.use_prefix_key = hooks.use_key
         if config.scheduler.encoder is not None:
             engine.media = Media(scheduler, cast(MediaRunner, runner), hooks.media_key)
     return engine

@@ -18,7 +18,7 @@ from paceline.config.model_set import ModelEntry, ModelSet
 from paceline.config.server import FleetConfig
 from paceline.core.sampling import SamplingParams
 from paceline.process.child import EngineChild, deal_out
-from paceline.process.client import EngineUnavailable
+from paceline.process.client import EngineState, EngineUnavailable
 from paceline.process.fleet_process import FleetProcess
 from tests.e2e.process_helpers import GIVEN, PROMPT, config, read, until
 from tests.model_folder import write_model
@@ -29,10 +29,10 @@ STREAM = SamplingParams(temperature=1.0, seed=4, max_tokens=220, ignore_eos=True
 
 
 @asynccontextmanager
-async def fleet(folder: Path, count: int) -> AsyncIterator[FleetProcess]:
+async def fleet(folder: Path, count: int, num_blocks: int = 512) -> AsyncIterator[FleetProcess]:
     command = (sys.executable, str(Path(__file__).parent / "faulty_engine.py"))
     model = ModelConfig(model=str(folder), load_format="dummy")
-    models = ModelSet(entries=[ModelEntry(model=model, given={**GIVEN, "num_blocks": 512})])
+    models = ModelSet(entries=[ModelEntry(model=model, given={**GIVEN, "num_blocks": num_blocks})])
     children = [EngineChild(command, place) for place in deal_out(count)]
     process = config(max_restarts=20, restart_backoff_s=0.0)
     made = FleetProcess(models, process, FleetConfig(replicas=count, router="round-robin"), children)
@@ -76,6 +76,35 @@ def test_a_poisonous_request_ends_two_engines_and_no_more_and_others_go_on(
             assert refused.value.code == "engine_lost_twice"
             assert sum(engine.num_restarts for engine in running.engines) == 2
             assert client.num_open == 0
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_what_engines_have_cached_is_known_until_they_evict_it_or_are_lost(
+    tmp_path: Path, fault: Path
+) -> None:
+    async def test() -> None:
+        async with fleet(write_model(tmp_path / "model"), 2, num_blocks=64) as running:
+            client = running.client
+            known, short = client.view.prefixes, SamplingParams(temperature=0, max_tokens=2)
+            prompts = [[(7 * number + each) % 100 for each in range(80)] for number in range(2)]
+            for prompt in prompts:  # in turn
+                await read(client.submit(prompt, short, tenant="a"))
+            keys = [set(client.prefixes.keys(prompt, client.info.block_size, "a")) for prompt in prompts]
+            assert all(len(each) == 5 for each in keys)
+            await until(lambda: all(known.held(number) >= keys[number] for number in range(2)))
+            assert not known.held(0) & keys[1]
+            pid = running.engines[1].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not known.held(1))
+            assert known.held(0) >= keys[0]
+            await until(lambda: client.members[1].engine.state is EngineState.READY)
+            filling = [client.submit([number % 97] * 120, short, tenant=f"{number}") for number in range(30)]
+            await asyncio.gather(*(read(stream) for stream in filling))
+            await until(lambda: not known.held(0) & keys[0])
+            most = client.members[0].engine.info.usable_blocks
+            assert all(0 < len(known.held(number)) <= most for number in range(2))
 
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 

@@ -100,6 +100,8 @@ class Engine:
         self.ends: tuple[int, ...] = ()  # tokens that end an output
         self.on_close: Callable[[], object] = lambda: None  # called last, once
         self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since
+        # Makes names of prefixes with this key, if it may; returns the key in use.
+        self.use_prefix_key: Callable[[bytes], bytes] = lambda key: b""
         self._in_flight: deque[StepInFlight] = deque()
         self._failures = 0
         self._next_id = 1

@@ -30,6 +30,11 @@ class PrefixKeyHooks:
         # all its numbers and never by another's.
         self.identity_of: Callable[[int], str] = lambda adapter: ""
 
+    def use_key(self, key: bytes) -> bytes:
+        """See `KeyMaker.use_key`."""
+        self._roots.clear()
+        return self._maker.use_key(key)
+
     def admit(self, request: Request) -> None:
         return None
 

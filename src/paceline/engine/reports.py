@@ -5,7 +5,7 @@ Asked between two steps, a few times a second.
 
 from __future__ import annotations
 
-from paceline.kv.prefix import PrefixNews
+from paceline.kv.prefix import PrefixCache
 from paceline.routing.view import Gauges
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.step.pace import ExpectedRoom
@@ -19,8 +19,7 @@ def gauges_of(scheduler: Scheduler, before: Gauges = NO_SPEED) -> Gauges:
     return scheduler.forecaster.gauges(room, before)
 
 
-def prefix_news_of(scheduler: Scheduler) -> PrefixNews:
-    """What can be hit on the device since the last call, and what cannot any more. Of several groups, one that sees
-    whole prompts speaks for all."""
+def told_cache_of(scheduler: Scheduler) -> PrefixCache:
+    """Whose news are told: that of the device. Of several groups, one that sees whole prompts speaks for all."""
     groups = scheduler.state.kv.groups
-    return next((group for group in groups if group.window is None), groups[0]).cache.take_news()
+    return next((group for group in groups if group.window is None), groups[0]).cache

@@ -74,7 +74,7 @@ class PrefixCache:
                 key_of[block] = key
                 entered.append(block)
         if self._changed is not None:
-            self._changed.update((key_of[block].key, True) for block in entered)
+            self._note([key_of[block].key for block in entered], is_stored=True)
         return entered
 
     def drop(self, blocks: Sequence[int]) -> list[BlockKey]:
@@ -85,15 +85,34 @@ class PrefixCache:
             del block_of[key.key]
             key_of[block] = NO_KEY
         if self._changed is not None:
-            self._changed.update((key.key, False) for key in keys)
+            self._note([key.key for key in keys], is_stored=False)
         return keys
 
-    def take_news(self) -> PrefixNews:
-        """What has changed since the last call; the first one tells all there is."""
-        changed = dict.fromkeys(self.by_name, True) if self._changed is None else self._changed
-        self._changed = {}
-        news = PrefixNews([], [])
-        for name, is_stored in changed.items():
+    def _note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
+        """What came and went again since somebody asked is no news, so that there is never more than what was told and
+        what is here."""
+        changed = self._changed
+        assert changed is not None
+        for name in names:
+            if changed.pop(name, is_stored) is is_stored:
+                changed[name] = is_stored
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell to those who have asked."""
+        return bool(self._changed)
+
+    def take_news(self, most: int | None = None) -> PrefixNews:
+        """What has changed since the last call, at most so many names, and the rest with the next ones. The first one
+        tells all there is."""
+        if self._changed is None:
+            self._changed = dict.fromkeys(self.by_name, True)
+        changed, news = self._changed, PrefixNews([], [])
+        if most is None or most >= len(changed):
+            told, self._changed = list(changed.items()), {}
+        else:  # from the end, where a dictionary is quick
+            told = [changed.popitem() for _ in range(most)]
+        for name, is_stored in told:
             news[not is_stored].append(name)
         return news
 
@@ -124,7 +143,15 @@ class KeyMaker:
 
     def __init__(self, block_size: int, process_key: bytes | None = None) -> None:
         self.block_size = block_size
+        self._is_lasting = process_key is not None
         self._process_key = os.urandom(32) if process_key is None else process_key
+
+    def use_key(self, key: bytes) -> bytes:
+        """Make keys as the other engines of a fleet do, from now on, unless those here outlive the process; returns the
+        process key that is in use."""
+        if not self._is_lasting:
+            self._process_key = key
+        return self._process_key
 
     def root(self, tenant: str, model: int = 0, adapter: int = 0, kind: str = "") -> bytes:
         """Where chains of a tenant begin. Fields are length-prefixed, so that none runs into the next."""

@@ -55,6 +55,8 @@ class AsyncEngine:
     def __init__(self, config: ProcessConfig, number: int = 0, numbers: Numbers | None = None) -> None:
         """`number`: which of the models of the process it is; `numbers`: of their requests."""
         self.rejects = Rejects()
+        # Of its cache; None: an engine starts with an empty one.
+        self.on_prefixes: Callable[[frames.PrefixNews | None], None] = lambda news: None
         self._number = number
         self._config = config
         self._state = EngineState.STARTING
@@ -247,8 +249,7 @@ class AsyncEngine:
             return answer.info
 
     def unload_adapter(self, name: str) -> None:
-        known = self._adapters.pop(name, None)
-        if known is None:
+        if (known := self._adapters.pop(name, None)) is None:
             raise UnknownAdapter(f"there is no adapter {name!r:.128}", param="lora_name")
         self._send(frames.UnloadAdapter(known.number))
 
@@ -398,6 +399,7 @@ class AsyncEngine:
         self._sender = None
         self._state = EngineState.LOST
         self._stats = EngineStats(rejected_frames=self.rejects.total)
+        self.on_prefixes(None)
         self._questions.fail_all(message)
         self.fail_all(EngineUnavailable(message))
 

@@ -207,6 +207,7 @@ class EngineService:
         now_s = time.monotonic()
         for model in self._models:
             model.report_when_due(now_s)
+            model.note_prefixes()
         self._deliver()
 
     def _nap_s(self, now_s: float) -> float | None:

@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.config.server import FleetConfig
-from paceline.core.adapter import NO_ADAPTER, AdapterInfo
+from paceline.core.adapter import NO_ADAPTER, NO_INFO, AdapterInfo
 from paceline.core.dial import DialSetting
 from paceline.core.events import Forecast
 from paceline.core.request import BranchState, Change, ChangeOutcome, RequestId, TreeLimits
@@ -53,7 +54,7 @@ DRAINED = "engine_drained"  # the code of an error that only streams see
 _SEEN = {
     EngineState.STARTING: Seen.STARTING,
     EngineState.READY: Seen.READY,
-    EngineState.STUCK: Seen.LOST,
+    EngineState.STUCK: Seen.DRAINING,  # it may come back, with what it has cached
     EngineState.LOST: Seen.LOST,
     EngineState.STOPPED: Seen.LOST,
 }
@@ -68,7 +69,6 @@ class Member:
     pid: Callable[[], int | None] = lambda: None  # of its process, while there is one
     num_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
-    is_lost: bool = False  # at the last look
     is_gone: bool = False  # it is not started again
     load: Gauges | None = None  # that the view has
     # Of its loss, while it is lost: whether requests were there that it had told nothing of.
@@ -99,7 +99,9 @@ class Fleet:
         self._numbers = numbers
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
         self.ways = Ways()
-        self._prefixes = FleetPrefixes(self.view.prefixes, len(engines))
+        self.prefixes = FleetPrefixes(self.view.prefixes)
+        for number, engine in enumerate(engines):
+            engine.on_prefixes = partial(self.prefixes.told, number)
         self._figures = Figures(len(engines))
         self._refused = RefusedPrompts()
         self._dial: DialSetting | None = None  # as they were set while serving
@@ -290,9 +292,6 @@ class Fleet:
         for member in self.members:
             engine, number = member.engine, member.number
             seen = Seen.DRAINING if member.is_draining else _SEEN[engine.state]
-            if _SEEN[engine.state] is Seen.LOST and not member.is_lost:
-                self._prefixes.forget(number)
-            member.is_lost = _SEEN[engine.state] is Seen.LOST
             if self.view.state[number] != seen:
                 self.view.set_state(number, seen)
                 if seen is Seen.READY:
@@ -331,9 +330,9 @@ class Fleet:
 
     def _named(self, ask: Ask, tokens: Sequence[int], tenant: str, adapter: str, parts: PromptParts) -> Ask:
         """With the names of the prompt's blocks."""
-        root = f"{tenant} {adapter}"
-        keys = () if parts.media else self._prefixes.keys(tokens, self.view.block_tokens, root)
-        return ask._replace(tenant=root, keys=keys)
+        identity = self.adapters.get(adapter, NO_INFO).identity if adapter else ""
+        keys = self.prefixes.keys(tokens, self.view.block_tokens, tenant, identity, parts)
+        return ask._replace(tenant=tenant, keys=keys)
 
     def _place(self, stream: FleetStream) -> bool:
         """Hand a request to the engine that the router chooses; False: none takes it now. Raises what is wrong with
@@ -374,7 +373,7 @@ class Fleet:
             except PacelineError:
                 self.view.withdraw(choice)
                 raise
-            stream.fingerprint, stream.keys = engine.info.fingerprint, ask.keys
+            stream.fingerprint = engine.info.fingerprint
             stream.go_on(choice.engine, inner)
             self._note_choice(stream, choice, inner.first, ask.now_s)
             return True
@@ -451,12 +450,6 @@ class Fleet:
     def _follow(self, stream: FleetStream) -> None:
         for number in range(stream.first, stream.first + stream.count):
             self._streams[number] = stream
-
-    def has_read(self, stream: FleetStream) -> None:
-        """Its first token is there: its prompt is in the cache of its engine."""
-        self._prefixes.was_read(
-            stream.engine, stream.keys, self.members[stream.engine].engine.info.usable_blocks
-        )
 
     def forget(self, stream: FleetStream) -> None:
         for number in range(stream.first, stream.first + stream.count):

@@ -1,19 +1,20 @@
-"""What the engines of a fleet are likely to have cached of prompts, as far as the front can know it.
+"""What the engines of a fleet have cached of prompts, by their own word, and the keys that a prompt is looked up by.
 
-A prompt that an engine has read is there until as many blocks as that engine has were read after it: what engines evict
-they do not tell. Keys are the front's own, with a secret that never leaves memory, and compare nothing but prompts of
-one tenant and adapter. Only the beginning of a long prompt is looked at.
+Engines and front make names with one secret, the fleet's, which never leaves memory: names of one prompt are the same
+everywhere, and nobody else can guess them. Only the beginning of a long prompt is looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.core.stretch import PLAIN, PromptParts
+from paceline.engine.prefix_keys import MODULES
+from paceline.kv.prefix import KeyMaker
+from paceline.process import frames
 from paceline.routing.prefix_map import KEY_BYTES, PrefixMap
 
 MOST_BLOCKS = 256  # of a prompt
@@ -22,38 +23,41 @@ MOST_BLOCKS = 256  # of a prompt
 class FleetPrefixes:
     """Keeps the map that a router looks at."""
 
-    def __init__(self, known: PrefixMap, num_engines: int) -> None:
+    def __init__(self, known: PrefixMap) -> None:
+        self.key = os.urandom(32)  # that engines are given
         self._known = known
-        self._secret = os.urandom(32)
-        # By engine: blocks in the order in which they were used last.
-        self._used: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
+        self._used = self.key  # that they use
+        self._maker = KeyMaker(1, self.key)
 
-    def keys(self, tokens: Sequence[int], block_tokens: int, root: str) -> tuple[bytes, ...]:
-        """Of a prompt's full blocks, each with all that is before it."""
-        if block_tokens < 1:
-            return ()
-        count = min(len(tokens) // block_tokens, MOST_BLOCKS)
-        column = np.array(tokens[: count * block_tokens], np.int32).tobytes()
-        size, key = 4 * block_tokens, root.encode()
-        found = []
-        for at in range(count):
-            text = key + column[at * size : (at + 1) * size]
-            key = hashlib.blake2b(text, digest_size=KEY_BYTES, key=self._secret).digest()
-            found.append(key)
-        return tuple(found)
+    def told(self, engine: int, news: frames.PrefixNews | None) -> None:
+        """An engine has stored and evicted blocks; None: it starts with an empty cache."""
+        if news is None:
+            self._known.forget(engine)
+            return
+        if news.key:
+            self._used = news.key
+            self._maker = KeyMaker(self._maker.block_size, news.key)
+        self._known.stored(engine, _names(news.stored))
+        self._known.evicted(engine, _names(news.evicted))
 
-    def was_read(self, engine: int, keys: Sequence[bytes], num_blocks: int) -> None:
-        """An engine with so many blocks has computed a prompt, or found it."""
-        used = self._used[engine]
-        self._known.stored(engine, [key for key in keys if key not in used])
-        for key in reversed(keys):  # the end of a prompt is evicted before its beginning
-            used[key] = None
-            used.move_to_end(key)
-        gone = [used.popitem(last=False)[0] for _ in range(len(used) - num_blocks)]
-        if gone:
-            self._known.evicted(engine, gone)
+    def keys(
+        self,
+        tokens: Sequence[int],
+        block_tokens: int,
+        tenant: str,
+        adapter: str = "",
+        parts: PromptParts = PLAIN,
+    ) -> tuple[bytes, ...]:
+        """Of the full blocks of a prompt before the first of what is not plain text. `adapter`: its identity."""
+        if self._maker.block_size != block_tokens:
+            self._maker = KeyMaker(block_tokens, self._used)
+        starts = [part.start for part in parts.media] + [part.start for part in parts.modules]
+        count = min(len(tokens), *starts, MOST_BLOCKS * block_tokens) // block_tokens
+        column = np.array(tokens[: count * block_tokens], np.int32)
+        kind = MODULES if parts.is_module else ""
+        root = self._maker.root(tenant, adapter=int(adapter or "0", 16), kind=kind)
+        return tuple([made.key[:KEY_BYTES] for made in self._maker.extend((), column, root)])
 
-    def forget(self, engine: int) -> None:
-        """It starts with an empty cache."""
-        self._used[engine].clear()
-        self._known.forget(engine)
+
+def _names(column: bytes) -> list[bytes]:
+    return [column[at : at + KEY_BYTES] for at in range(0, len(column) - KEY_BYTES + 1, KEY_BYTES)]

@@ -44,6 +44,7 @@ class FleetProcess:
         self.on_lost: Callable[[str], None] | None = None
         for number, engine in enumerate(self.engines):
             engine.on_lost = partial(self._engine_lost, number)
+            engine.fleet_key = self.client.prefixes.key
             member = self.client.members[number]
             member.pid, member.num_restarts = partial(_pid_of, engine), partial(_restarts_of, engine)
 

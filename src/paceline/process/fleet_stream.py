@@ -69,9 +69,6 @@ class Keeper(Protocol):
     def pass_over(self, stream: FleetStream) -> bool:
         """The queue of its engine was full: whether another one has taken it."""
 
-    def has_read(self, stream: FleetStream) -> None:
-        """Its engine has computed its prompt."""
-
     def forget(self, stream: FleetStream) -> None:
         """It is over, or its reader is gone."""
 
@@ -88,7 +85,6 @@ class FleetStream:
         self.strikes = 0  # engines that were lost while they may just have begun with it
         self.engine = -1  # that has it, or had it last; -1: none yet
         self.fingerprint = ""  # of that engine
-        self.keys: tuple[bytes, ...] = ()  # of its prompt's blocks
         self.refused_by: set[int] = set()  # engines whose queue was full
         self.outputs: list[list[int]] = [[] for _ in range(count)]
         self.endings: list[Finished | None] = [None] * count
@@ -252,8 +248,6 @@ class FleetStream:
 
     def _first_news(self) -> None:
         self.has_news = True
-        if self.keys:
-            self._fleet.has_read(self)
         if not self.first_news_s and self.asked is not None:
             self.first_news_s = self.asked.age_s
         if self.forecast is None and self.inner is not None:

@@ -142,6 +142,8 @@ class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
     share: ModelShare = ModelShare()
     further: list[FurtherModel] = []
     memory_bytes: int | None = None  # of models that are awake at a time
+    # Names of prefixes are made with it, and told; b"": a single engine, whose names are nobody's business.
+    fleet_key: bytes = b""
 
 
 class ForModel(msgspec.Struct, tag="model", array_like=True, frozen=True):
@@ -389,6 +391,15 @@ class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
     is_injected: bool = False  # its tokens were put in from outside
 
 
+class PrefixNews(msgspec.Struct, tag="prefixes", array_like=True, frozen=True):
+    """Blocks that can be hit since the last news, and that cannot any more: the first bytes of their names, one behind
+    the other."""
+
+    stored: bytes = b""
+    evicted: bytes = b""
+    key: bytes = b""  # names are made with this one: they outlive the engine, and the fleet's does not
+
+
 class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
     question: Count
     explanation: Explanation
@@ -463,7 +474,7 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
 
 # To a question, whose number it bears.
 Answer = Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
-FromEngine = StillLoading | Ready | LoadFailure | Update | Answer | ForModel | Failed | Log
+FromEngine = StillLoading | Ready | LoadFailure | Update | PrefixNews | Answer | ForModel | Failed | Log
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -29,16 +29,18 @@ from paceline.core.standing import Standing
 from paceline.core.stretch import MediaInput, MediaPart
 from paceline.engine.changes import apply_change, resume_all
 from paceline.engine.conductor import Seat
-from paceline.engine.reports import gauges_of
+from paceline.engine.reports import gauges_of, told_cache_of
 from paceline.engine.snapshot import levels_below
 from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
+from paceline.kv.prefix import PrefixCache
 from paceline.process import frames
 from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
 from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
+from paceline.routing.prefix_map import KEY_BYTES
 from paceline.runner.machine_load import LoadNotices
 from paceline.scheduler.invariants import SampledChecker
 from paceline.scheduler.policy import POLICY_OPTIONS
@@ -78,6 +80,7 @@ OLDEST_SUBMISSION_S = 3600.0
 LONGEST_TIMEOUT_S = 1e9
 MOST_TREE_BRANCHES = 256
 MOST_DECISIONS = 256  # newest decisions in one answer: it has to fit into a frame
+MOST_NEWS = 2048  # blocks that one turn tells of: 16 KiB
 NUMERICAL_ERROR = "numerical_error"
 # In a row, and for all their rows: then damaged weights are loaded again.
 MOST_STEPS_WITHOUT_A_NUMBER = 2
@@ -99,7 +102,14 @@ class ModelService:
         self._outbox = Outbox(configure.max_frame_bytes)
         self._pixels_of, self._pixels = 0, bytearray()  # of a request that is on its way
         self._keys_ahead = KeysAhead[frames.Add, frames.ToModel]()
-        self._answers: deque[frames.Answer] = deque()
+        self._answers: deque[frames.Answer | frames.PrefixNews] = deque()
+        self._told_cache: PrefixCache | None = None  # of a fleet's engine
+        if configure.fleet_key:
+            self._told_cache = told_cache_of(engine.scheduler)
+            self._told_cache.take_news(0)  # it keeps note from now on
+            key = engine.use_prefix_key(configure.fleet_key)
+            if key != configure.fleet_key:
+                self._answers.append(frames.PrefixNews(key=key))
         self._live_view = LiveView(engine, loaded.cpu_work)
         self._stepper = Stepper(engine, self._on_events)
         engine.on_forecast = self._send_forecast
@@ -215,6 +225,15 @@ class ModelService:
         notice = self._load_notices.take()
         if notice is not None and self.tells_load:
             _logger.warning("%s", notice)
+
+    def note_prefixes(self) -> None:
+        """Once a turn: what has changed of the cached prefixes, a bounded part of it. The rest stays noted."""
+        if self._told_cache is None or not self._told_cache.has_news or self._answers:
+            return
+        columns = [
+            b"".join([name[:KEY_BYTES] for name in names]) for names in self._told_cache.take_news(MOST_NEWS)
+        ]
+        self._answers.append(frames.PrefixNews(*columns))
 
     @property
     def has_answers(self) -> bool:

@@ -158,6 +158,7 @@ class EngineProcess:
         self._models = further or ModelSet(entries=[ModelEntry(model=model, given=given)])
         numbers = numbers or Numbers()
         self._place = place
+        self.fleet_key = b""  # of prefixes' names; b"": it is no fleet's
         self.clients = [AsyncEngine(config, number, numbers) for number in range(len(self._models.entries))]
         self.client = self.clients[0]
         self._first = first
@@ -311,6 +312,7 @@ class EngineProcess:
             first.share,
             [frames.FurtherModel(each.model, dict(each.given), each.share) for each in others],
             self._models.memory_bytes,
+            self.fleet_key,
         )
         link.send(frames.encode(configure))
         return Life(child, link, time.monotonic())
@@ -356,6 +358,10 @@ class EngineProcess:
         client = self.clients[number]
         if isinstance(frame, frames.Update):
             client.on_update(frame)
+            return
+        if isinstance(frame, frames.PrefixNews):
+            client.on_heartbeat()
+            client.on_prefixes(frame)
             return
         if isinstance(frame, frames.Answer):
             client.on_answer(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,12 @@ import pytest
 from paceline.core.counters import Counters
 from paceline.core.events import Decision, DecisionKind, LogprobEvent, Rule
 from paceline.core.plan import RowLogprobs
-from paceline.core.request import (
-    Change,
-    ChangeOutcome,
-    FinishReason,
-    RequestId,
-)
+from paceline.core.request import Change, ChangeOutcome, FinishReason, Request, RequestId
 from paceline.core.sampling import SamplingParams
+from paceline.core.stretch import PLAIN, ModulePart, PromptParts
+from paceline.engine.prefix_keys import PrefixKeyHooks
 from paceline.errors import InvalidRequest, QueueFull
+from paceline.kv.prefix import KeyMaker
 from paceline.process import frames
 from paceline.process.client import BranchUpdate, EngineState, EngineStats, EngineUnavailable, Explanation
 from paceline.process.fleet_prefixes import FleetPrefixes
@@ -325,38 +324,56 @@ def test_totals_do_not_fall_when_an_engine_is_started_again() -> None:
     assert (stats.running, stats.counters.holding) == (2, 2)
 
 
-def test_a_prompt_goes_where_its_beginning_was_read_and_nowhere_once_that_engine_is_lost() -> None:
+def test_a_prompt_goes_where_its_beginning_is_cached_and_nowhere_once_that_engine_has_lost_it() -> None:
     async def test() -> None:
         fleet, engines = fleet_of(3, router="prefix-aware")
         prompts = [[100 * number + each for each in range(64)] for number in range(3)]
-        places = []
-        for prompt in prompts:
-            stream = fleet.submit(prompt, SAMPLING, tenant="a")
-            places.append(stream.engine)  # type: ignore[attr-defined]
-            engines[places[-1]].tell((0, 1))
-            await stream.take()
-        assert sorted(places) == [0, 1, 2], "each was the least loaded in turn"
-        fleet.view.prefixes.pass_time(1e12)  # what was only expected is forgotten
-        for prompt, place in zip(prompts, places, strict=True):
-            again = fleet.submit([*prompt, 9, 9], SAMPLING, tenant="a")
-            assert again.engine == place  # type: ignore[attr-defined]
-        assert fleet.routed["prefix"] == 3
-        other_tenants = fleet.submit(prompts[0], SAMPLING, tenant="b")
-        engines[places[1]].die()
-        fleet.submit(prompts[1], SAMPLING, tenant="a")
-        assert fleet.routed["prefix"] == 3 and other_tenants is not None
+        keys = [fleet.prefixes.keys(prompt, 16, "a") for prompt in prompts]
+        for place, engine in enumerate(engines):
+            engine.cache(*keys[place], b"of another prompt")
+
+        def choose(number: int, tenant: str = "a") -> int:
+            fleet.view.prefixes.pass_time(1e12)  # what was only expected is forgotten
+            stream: Any = fleet.submit([*prompts[number], 9, 9], SAMPLING, tenant=tenant)
+            return int(stream.engine)
+
+        assert [choose(number) for number in (2, 0, 1)] == [2, 0, 1]
+        assert fleet.routed == {"prefix": 3}
+        choose(0, tenant="b")
+        engines[0].cache(evicted=keys[0][1:])
+        choose(0)  # one block is left
+        engines[0].cache(evicted=keys[0][:1])
+        choose(0)
+        assert fleet.routed == {"prefix": 4, "least-loaded": 2}
+        engines[1].die()
+        engines[1].start()  # between two looks of the fleet: it begins with an empty cache
+        choose(1)
+        assert fleet.routed == {"prefix": 4, "least-loaded": 3}
+        engines[2].client.mark_stuck()
+        choose(0)
+        engines[2].client.on_heartbeat()
+        assert choose(2) == 2, "it was silent, and has what it had"
 
     run(test())
 
 
-def test_blocks_that_an_engine_has_no_room_for_are_not_expected_there() -> None:
-    known = PrefixMap()
-    prefixes = FleetPrefixes(known, 1)
-    first, second = (prefixes.keys([number] * 64, 16, "a") for number in range(2))
-    prefixes.was_read(0, first, 6)
-    prefixes.was_read(0, second, 6)
-    assert [known.blocks_held(keys, 1).tolist() for keys in (first, second)] == [[2], [4]]
-    assert prefixes.keys([0] * 64, 16, "b") != first
+def test_a_prompts_keys_are_those_that_engines_make() -> None:
+    prefixes = FleetPrefixes(PrefixMap())
+    hooks = PrefixKeyHooks(KeyMaker(16))
+    hooks.identity_of = lambda adapter: "ab12"
+    assert hooks.use_key(prefixes.key) == prefixes.key
+    tokens, module = list(range(100)), ModulePart(40, 20)
+    for adapter, parts, num_blocks in ((0, PLAIN, 6), (3, PLAIN, 6), (0, PromptParts(modules=(module,)), 2)):
+        request = Request(RequestId(1), np.array(tokens, np.int32), SAMPLING, tenant="a")
+        request.adapter = adapter
+        names = [key.key[:8] for key in hooks.new_keys(request)]
+        keys = prefixes.keys(tokens, 16, "a", "ab12" if adapter else "", parts)
+        assert list(keys) == names[:num_blocks] and len(names) == 6
+    assert prefixes.keys(tokens, 16, "b")[0] != prefixes.keys(tokens, 16, "a")[0]
+    kept = KeyMaker(16, b"the key of a store")
+    prefixes.told(0, frames.PrefixNews(key=kept.use_key(prefixes.key)))
+    made = kept.extend((), np.array(tokens, np.int32), kept.root("a"))
+    assert prefixes.keys(tokens, 16, "a") == tuple(key.key[:8] for key in made)
 
 
 def test_logprobs_of_what_is_known_are_not_asked_for_again() -> None:

@@ -20,7 +20,7 @@ from paceline.process import frames
 from paceline.process.client import EngineStats, EngineUnavailable
 from paceline.process.fleet_prefixes import FleetPrefixes
 from paceline.routing.view import Gauges
-from tests.fake_fleet import PROMPT, SAMPLING, ends, fleet_of, run
+from tests.fake_fleet import PROMPT, SAMPLING, fleet_of, run
 
 
 def test_a_request_that_is_begun_anew_is_as_old_as_it_is() -> None:
@@ -139,10 +139,8 @@ def test_an_engine_that_is_lost_while_it_is_drained_has_an_empty_cache() -> None
     async def test() -> None:
         fleet, (one, _) = fleet_of(2, router="prefix-aware")
         prompt = list(range(64))
-        stream = fleet.submit(prompt, SAMPLING, tenant="a")
-        one.tell((0, 1), ends=ends(0, 1))
-        await stream.take()
-        fleet.view.prefixes.pass_time(1e12)
+        one.cache(*fleet.prefixes.keys(prompt, 16, "a"))
+        assert len(fleet.view.prefixes.held(0)) == 4
         await fleet.drain(0, 0.0)
         one.die()
         fleet.submit(prompt, SAMPLING, tenant="b")

@@ -55,6 +55,7 @@ TO_ENGINE = [
     frames.Configure(
         ModelConfig(model="somewhere", seed=3), {"num_blocks": 8, "watermark": 0.5}, 0.5, 0.25, 1 << 20
     ),
+    frames.Configure(ModelConfig(), {}, 0.5, 0.25, 1 << 20, fleet_key=bytes(range(32))),
     frames.Add(
         first=1,
         tokens=b"\x01\0\0\0",
@@ -95,6 +96,7 @@ FROM_ENGINE = [
         EngineStats(running=3, busy_s=0.5, counters=Counters(preempted=2, preempted_by={"blocks:swap": 2})),
         [(5, None), (6, forecast(0.5, 1.5))],
     ),
+    frames.PrefixNews(bytes(16), b"\x01" * 8, b"of a store"),
     frames.AdapterLoaded(
         5, 2, AdapterInfo(name="poet", folder="/adapters/poet", number=2, identity="ab12", rank=8), None
     ),

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.request import Request
 from paceline.costs.cost_model import CostModel, StepShape
-from paceline.engine.reports import gauges_of, prefix_news_of
+from paceline.engine.reports import gauges_of, told_cache_of
 from paceline.lab.sim.replica import Replica
 from paceline.lab.sim.settings import Scaling, SimConfig
 from paceline.routing.routers import make_router, route
@@ -59,7 +59,7 @@ class SimulatedFront:
         self._gauges = [idle for _ in replicas]
         self._reported_s = -math.inf
         for replica in replicas:
-            prefix_news_of(replica.engine.scheduler)  # they keep note from now on
+            told_cache_of(replica.engine.scheduler).take_news()  # they keep note from now on
         self.scaler: Autoscaler | None = None
         if config.scaling is not None:
             self.scaler = Autoscaler(config.scaling, self.view, replicas, idle, config.machine.cost)
@@ -102,7 +102,7 @@ class SimulatedFront:
             scheduler = self._replicas[number].engine.scheduler
             gauges = self._gauges[number] = gauges_of(scheduler, self._gauges[number])
             self.view.report(number, gauges, known=self.view.num_sent[number])
-            news = prefix_news_of(scheduler)
+            news = told_cache_of(scheduler).take_news()
             self.view.prefixes.stored(number, news.stored)
             self.view.prefixes.evicted(number, news.evicted)
 
