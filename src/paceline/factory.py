@@ -49,7 +49,7 @@ from paceline.kv.block_pool import BlockPool
 from paceline.kv.manager import KVManager
 from paceline.kv.prefix import KeyMaker
 from paceline.policy import Policy
-from paceline.runner.cpu_backend import DECODER_POOLS, check_encoder, cpu_backend
+from paceline.runner.cpu_backend import DECODER_POOLS, CPUBackend, check_encoder, cpu_backend
 from paceline.runner.machine_load import FreeCores, MachineLoad, cores_allowed
 from paceline.runner.parallel.limits import check_ranks
 from paceline.scheduler.encodings import Encodings
@@ -318,12 +318,29 @@ def _on_cpu(
     shared: tuple[Pulse, FreeCores],
     on_progress: LoadProgress,
 ) -> Built:
+    load = partial(cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
+    backend = load()
+    try:
+        return _with_backend(model, given, checkpoint, ends, drafts, shared[0], load, backend)
+    except BaseException:
+        backend.close()  # other ranks would outlive a program that goes on
+        raise
+
+
+def _with_backend(
+    model: ModelConfig,
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    ends: tuple[int, ...],
+    drafts: DraftConfig | None,
+    pulse: Pulse,
+    load: Callable[[], CPUBackend],
+    backend: CPUBackend,
+) -> Built:
     from paceline.runner.cpu import CPUSleeper
     from paceline.runner.sizing import block_bytes, block_seconds, choose_sizes, line_costs
     from paceline.runner.stores.store_level import StoreLevel
 
-    load = partial(cpu_backend, model, given, checkpoint, drafts, shared, on_progress)
-    backend = load()
     sized, spec = (model, checkpoint.spec)
     if backend.followers is not None:
         sized, spec = backend.followers.sizes(model, spec)
@@ -359,7 +376,7 @@ def _on_cpu(
         quantization=model.quantization,
     )
 
-    sleeper = CPUSleeper(load, lambda weights: weights.runner(config, ends, shared[0]), backend, disk)
+    sleeper = CPUSleeper(load, lambda weights: weights.runner(config, ends, pulse), backend, disk)
     runner = sleeper.open()
     if weighs_preemption(config):
         block_s = block_seconds(config, sleeper.copy_out_and_back)

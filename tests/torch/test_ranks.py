@@ -16,6 +16,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.core.structure import Structure
 from paceline.errors import ConfigError, EngineFailed
+from paceline.runner.parallel.lead import Followers
 from paceline.runner.parallel.wire import encode
 from tests.torch.llm_helpers import OPTIONS
 from tests.waiting import wait_until
@@ -177,6 +178,23 @@ def test_a_follower_that_cannot_load_its_part_is_told_of(
     )
     with pytest.raises(ConfigError, match="a rank could not load"):
         opened(folder, 2)
+
+
+def test_followers_end_where_the_model_cannot_be_used_after_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Followers] = []
+    loaded = Followers.wait_until_loaded
+
+    def wait_until_loaded(self: Followers) -> None:
+        loaded(self)
+        seen.append(self)
+
+    monkeypatch.setattr(Followers, "wait_until_loaded", wait_until_loaded)
+    with pytest.raises(ConfigError, match="oracle is for measurements on a GPU"):
+        opened(folder, 2, speculative_config='{"method": "oracle"}')
+    (followers,) = seen
+    assert all(map(is_gone, followers.pids))
 
 
 def test_a_rank_that_is_killed_ends_the_engine_with_every_request_answered(ranked: LLM) -> None:
