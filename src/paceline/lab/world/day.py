@@ -122,6 +122,7 @@ class _Life:
         self._waiting = np.zeros(self._num)
         self._to_come = [] if stands_for > 1 else sorted(_changes(world), key=lambda change: change[0])
         self._died: list[tuple[Death, float]] = []
+        self._down: list[Death] = []  # deaths of which nothing has come back yet
         self._count_alive()
 
     def run(self, on_hour: Callable[[int], None]) -> Day:
@@ -185,16 +186,20 @@ class _Life:
                     self._sent_on[one] += sent
                     far[other] += sent
                     far_s[other] += sent * trip_s
-        lost = served[self._replicas == 0.0]
-        if lost.any():  # nowhere has room: all that are there share it
-            served[self._replicas == 0.0] = 0.0
-            served += lost.sum() * self._replicas / self._replicas.sum()
+        homeless = served * (self._replicas == 0.0)
+        if homeless.any():  # nowhere has room: all that are there share it
+            shares = self._replicas / self._replicas.sum()
+            served += homeless.sum() * shares - homeless
+            far += homeless.sum() * shares
+            far_s += homeless @ self._trips_s * shares
+            self._sent_on += homeless
         return served, far / np.maximum(served, 1e-9), far_s / np.maximum(far, 1e-9)
 
     def _die(self, death: Death) -> None:
         dead = self._hit(death) & (self.flow.alive > 0.0)
         if dead.sum() == self.flow.alive.sum():
             raise InputError(f"deaths: at hour {death.hour:g} no replica is left in the world")
+        self._down.append(death)
         lost, again = self.flow.die(dead)
         self._count_alive()
         here = self._region[:, None] == death.region
@@ -204,7 +209,11 @@ class _Life:
         self._died.append((death, float(lost.sum())))
 
     def _come_back(self, death: Death) -> None:
-        self.flow.alive[self._hit(death)] = 1.0
+        self._down.remove(death)
+        back = self._hit(death)
+        for other in self._down:
+            back &= ~self._hit(other)
+        self.flow.alive[back] = 1.0
         self._count_alive()
 
     def _hit(self, death: Death) -> Flags:
@@ -280,7 +289,7 @@ def _recovery(day: Day, death: Death, resumed: float) -> Recovery:
 
     def p99_s(window: Window) -> float:
         own = window.ttft_p99_s[death.region]
-        return max(each for each in window.ttft_p99_s if each == each) if own != own else own
+        return max((each for each in window.ttft_p99_s if each == each), default=own) if own != own else own
 
     before = [p99_s(each) for each in day.windows if died_s - CALM_S <= each.at_s < died_s]
     after = [(each.at_s - died_s, p99_s(each)) for each in day.windows if 0.0 <= each.at_s - died_s < AFTER_S]

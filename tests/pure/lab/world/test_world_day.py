@@ -112,6 +112,7 @@ def test_the_way_there_is_part_of_the_first_token() -> None:
     )
     # All of west is served by east, which has room for 288 of 400.
     assert day.windows[0].ttft_p50_s[1] > 3.0
+    assert day.windows[0].sent_on[0] == pytest.approx(10 * 400.0), "what east has no room for goes there too"
 
 
 def test_a_rack_that_dies_is_told_of_and_comes_back() -> None:
@@ -131,6 +132,22 @@ def test_a_region_that_dies_is_served_by_the_other() -> None:
     last = day.windows[-1]
     assert last.alive == [0.0, 32.0] and last.sent_on[0] == pytest.approx(last.came[0])
     assert day.arrived == pytest.approx(day.finished + day.left)
+
+
+def test_what_has_died_twice_comes_back_once_both_are_over() -> None:
+    deaths = [
+        {"region": "west", "hour": 0.02, "back_after_s": 200},
+        {"region": "west", "hour": 0.03, "racks": 1, "back_after_s": 30},
+    ]
+    day = live(world(deaths=deaths, **regions(100.0, 100.0)), CURVE)
+    alive = [window.alive[0] for window in day.windows if 80.0 < window.at_s < 260.0]
+    assert alive and set(alive) == {0.0} and day.windows[-1].alive[0] == 32.0
+
+
+def test_a_death_where_nothing_comes_is_no_error() -> None:
+    deaths = [{"region": "west", "hour": 0.02, "back_after_s": 60}]
+    day = live(world(deaths=deaths, **regions(0.0, 0.0)), CURVE)
+    assert day.arrived == 0.0 and day.recoveries[0].resumed == 0.0
 
 
 def test_a_world_without_any_replica_is_refused() -> None:
