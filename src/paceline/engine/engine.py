@@ -42,7 +42,7 @@ from paceline.core.stretch import MediaPart, ModulePart
 from paceline.engine.adapters import Adapters
 from paceline.engine.guides import Guides
 from paceline.engine.media import Media
-from paceline.engine.module_requests import Modules
+from paceline.engine.module_requests import ModuleRequests
 from paceline.engine.prefix_keys import keys_in_parts
 from paceline.engine.resumed import Outputs, has_stopped, take_up
 from paceline.errors import EngineFailed, InvalidRequest, InvalidTransition, UnknownRequest
@@ -96,7 +96,7 @@ class Engine:
         self.guides = Guides(scheduler, None)
         self.adapters = Adapters(scheduler)
         self.media = Media(scheduler)
-        self.modules = Modules(scheduler)
+        self.modules = ModuleRequests(scheduler)
         self.ends: tuple[int, ...] = ()  # tokens that end an output
         self.on_close: Callable[[], object] = lambda: None  # called last, once
         self.before_plan: Callable[[], None] | None = None  # may tell the scheduler what has come since

@@ -31,7 +31,7 @@ from paceline.scheduler.scheduler import Scheduler
 KeysOf = Callable[[Request, NDArray[np.int32]], list[BlockKey]]
 
 
-class Modules:
+class ModuleRequests:
     """Those of one engine."""
 
     def __init__(self, scheduler: Scheduler) -> None:

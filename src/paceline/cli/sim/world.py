@@ -25,10 +25,10 @@ from paceline.errors import InputError
 from paceline.lab.report.table import format_number
 from paceline.lab.sim import Machine
 from paceline.lab.world.bottlenecks import limits
-from paceline.lab.world.curve import Curve, Mix, measure_curve, read_curve, write_curve
+from paceline.lab.world.curve import ReplicaCurve, ReplicaMix, measure_curve, read_curve, write_curve
 from paceline.lab.world.day import Day, live
 from paceline.lab.world.exact import compare_with_exact
-from paceline.lab.world.replica_counts import Sizes, sizes_for
+from paceline.lab.world.replica_counts import ReplicaCounts, sizes_for
 from paceline.lab.world.world_file import World, read_world
 from paceline.version import __version__
 
@@ -79,16 +79,16 @@ def load_world(path: Path) -> World:
         raise InputError(f"{path}: {problem}") from problem
 
 
-def mix_of(world: World) -> Mix:
+def mix_of(world: World) -> ReplicaMix:
     machine = Machine.of(
         model_shape(world.model), device_spec(world.device), ranks=world.ranks, link=link_of(world.link)
     )
-    mix = Mix(machine=machine, trace=world.trace, engine=world.engine, seed=world.seed)
+    mix = ReplicaMix(machine=machine, trace=world.trace, engine=world.engine, seed=world.seed)
     mix.config(mix.load(8, None), 1)  # its names and sizes are checked before anything runs
     return mix
 
 
-def _curve(mix: Mix, path: Path) -> tuple[Curve, Mapping[str, Any]]:
+def _curve(mix: ReplicaMix, path: Path) -> tuple[ReplicaCurve, Mapping[str, Any]]:
     """From the file, or measured now, which takes minutes, and kept there."""
     known = read_curve(path, mix)
     if known is not None and known[1]:
@@ -156,7 +156,7 @@ def _print_limits(day: Day) -> None:
     show_table("Limits", table)
 
 
-def _print_lines(day: Day, sizes: Sizes | None) -> None:
+def _print_lines(day: Day, sizes: ReplicaCounts | None) -> None:
     most = max(window.at_once for window in day.windows) if day.windows else 0.0
     print(
         f"Requests: {day.arrived:,.0f} came, {day.finished:,.0f} ended, {day.left:,.0f} were under way at the end."
@@ -183,7 +183,9 @@ def _print_lines(day: Day, sizes: Sizes | None) -> None:
         )
 
 
-def _as_json(day: Day, error: Mapping[str, Any], sizes: Sizes | None, took_s: float) -> dict[str, Any]:
+def _as_json(
+    day: Day, error: Mapping[str, Any], sizes: ReplicaCounts | None, took_s: float
+) -> dict[str, Any]:
     def plain(value: object) -> object:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 

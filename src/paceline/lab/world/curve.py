@@ -38,7 +38,7 @@ FORMAT = "paceline-curve"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class ReplicaMix:
     """What is asked, of which machine, with which engine."""
 
     machine: Machine
@@ -82,7 +82,7 @@ class Mix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class ReplicaCurve:
     """One replica, as numbers."""
 
     prompt_tokens: float  # mean of a request
@@ -108,7 +108,7 @@ class Curve:
         return high
 
 
-def read_curve(path: Path, mix: Mix) -> tuple[Curve, dict[str, Any]] | None:
+def read_curve(path: Path, mix: ReplicaMix) -> tuple[ReplicaCurve, dict[str, Any]] | None:
     """What a file knows of this mix: the curve, and what was found out with it; None where it knows nothing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -120,14 +120,14 @@ def read_curve(path: Path, mix: Mix) -> tuple[Curve, dict[str, Any]] | None:
         fields = {**entry["curve"], "ttft_s": tuple(map(tuple, entry["curve"]["ttft_s"]))}
         for name in ("rows", "token_s", "rates"):
             fields[name] = tuple(fields[name])
-        return Curve(**fields), entry["error"]
+        return ReplicaCurve(**fields), entry["error"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise InputError(f"{path} cannot be read as a file of curves: {problem}") from problem
 
 
-def write_curve(path: Path, mix: Mix, curve: Curve, error: Mapping[str, Any]) -> None:
+def write_curve(path: Path, mix: ReplicaMix, curve: ReplicaCurve, error: Mapping[str, Any]) -> None:
     """Beside what the file has of other mixes."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))["curves"] if path.exists() else {}
@@ -137,7 +137,7 @@ def write_curve(path: Path, mix: Mix, curve: Curve, error: Mapping[str, Any]) ->
         raise InputError(f"{path} cannot be written: {problem.strerror}") from problem
 
 
-def _described(mix: Mix) -> dict[str, object]:
+def _described(mix: ReplicaMix) -> dict[str, object]:
     machine = mix.machine
     return {
         "model": machine.model.name,
@@ -149,7 +149,7 @@ def _described(mix: Mix) -> dict[str, object]:
     }
 
 
-def measure_curve(mix: Mix, say: Callable[[str], None] = lambda line: None) -> Curve:
+def measure_curve(mix: ReplicaMix, say: Callable[[str], None] = lambda line: None) -> ReplicaCurve:
     """Runs the exact simulator: once with more requests than fit, and once at each of `LOADS`."""
     say("what a replica serves at most")
     full = _saturated(mix)
@@ -169,7 +169,7 @@ def measure_curve(mix: Mix, say: Callable[[str], None] = lambda line: None) -> C
     prompt_mean = float(full.prompt_len.mean())
     rows, token_s, prompt_token_s, chunk = _step_times(np.concatenate(steps, axis=1))
     outputs = full.output_len.astype(np.float64)
-    return Curve(
+    return ReplicaCurve(
         prompt_tokens=prompt_mean,
         output_tokens=float(outputs.mean()),
         output_variation=float(outputs.std() / outputs.mean()),
@@ -184,7 +184,7 @@ def measure_curve(mix: Mix, say: Callable[[str], None] = lambda line: None) -> C
     )
 
 
-def _saturated(mix: Mix) -> RunRecord:
+def _saturated(mix: ReplicaMix) -> RunRecord:
     """One replica with four times as many requests as run at once."""
     probe = mix.load(64, None)
     config = mix.config(probe, 1)
@@ -202,7 +202,7 @@ def _most(record: RunRecord, from_s: float, until_s: float) -> tuple[float, floa
     return float(ended) / (until_s - from_s), float(record.step_rows[within].mean())
 
 
-def _steady(mix: Mix, rate: float, seconds: float) -> RunRecord:
+def _steady(mix: ReplicaMix, rate: float, seconds: float) -> RunRecord:
     """`PROBES` replicas, each with this rate."""
     num_requests = max(50, math.ceil(PROBES * rate * seconds))
     workload = mix.load(num_requests, PROBES * rate)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InputError
-from paceline.lab.world.curve import Curve
+from paceline.lab.world.curve import ReplicaCurve
 from paceline.lab.world.flow import Away, Flags, Flow
 from paceline.lab.world.world_file import Death, World
 
@@ -28,7 +28,7 @@ BALANCE = 1e-6  # of all requests: what rounding may lose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class WorldWindow:
     """Some seconds of the world; lists are by region."""
 
     at_s: float
@@ -59,8 +59,8 @@ class Day:
     """What became of it."""
 
     world: World
-    curve: Curve
-    windows: list[Window] = field(default_factory=list)
+    curve: ReplicaCurve
+    windows: list[WorldWindow] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     arrived: float = 0.0
     finished: float = 0.0
@@ -97,14 +97,18 @@ class Day:
 
 
 def live(
-    world: World, curve: Curve, *, on_hour: Callable[[int], None] = lambda hour: None, stands_for: int = 1
+    world: World,
+    curve: ReplicaCurve,
+    *,
+    on_hour: Callable[[int], None] = lambda hour: None,
+    stands_for: int = 1,
 ) -> Day:
     """Let the hours pass. `stands_for`: so many replicas are one column, for a quick look; then nothing dies."""
     return _Life(world, curve, stands_for).run(on_hour)
 
 
 class _Life:
-    def __init__(self, world: World, curve: Curve, stands_for: int) -> None:
+    def __init__(self, world: World, curve: ReplicaCurve, stands_for: int) -> None:
         self._world, self._curve = world, curve
         self._trips_s = np.array(world.trips_s)
         self._alive, self._region, self._rack, weight = _places(world, stands_for)
@@ -234,7 +238,7 @@ class _Life:
         self._total += counts
         quantiles = [first_tokens.quantiles(each, (0.5, 0.99)) for each in counts]
         day.good_in += [first_tokens.good(each, self._world.ttft_slo_s) for each in counts]
-        window = Window(
+        window = WorldWindow(
             at_s=now_s + TICK_S - WINDOW_S,
             at_once=self.flow.at_once,
             came=sums.came.tolist(),
@@ -287,7 +291,7 @@ def _recovery(day: Day, death: Death, resumed: float) -> Recovery:
     """By the first tokens of the region, or of the world where all of the region died."""
     died_s = death.hour * 3600.0
 
-    def p99_s(window: Window) -> float:
+    def p99_s(window: WorldWindow) -> float:
         own = window.ttft_p99_s[death.region]
         return max((each for each in window.ttft_p99_s if each == each), default=own) if own != own else own
 

@@ -16,7 +16,7 @@ from paceline.core.request import NoHooks, Request
 from paceline.engine.resumed import take_up
 from paceline.lab.report.run_record import FINISHED, RunRecord
 from paceline.lab.sim.run import Simulation
-from paceline.lab.world.curve import Curve, Mix
+from paceline.lab.world.curve import ReplicaCurve, ReplicaMix
 from paceline.lab.world.flow import Flow
 from paceline.routing.view import EngineState
 
@@ -38,7 +38,7 @@ class Scenario:
     token_slo_s: float = 0.05
     seed: int = 1
 
-    def rates(self, curve: Curve) -> Floats:
+    def rates(self, curve: ReplicaCurve) -> Floats:
         """Requests in each second, of all replicas."""
         at = np.arange(int(self.seconds))
         burst = (at >= self.burst_s[0]) & (at < self.burst_s[1])
@@ -47,7 +47,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ComparedFigures:
     """What both are compared by."""
 
     goodput_per_s: float  # first token and tokens within their bounds
@@ -57,7 +57,7 @@ class Figures:
 
 
 def compare_with_exact(
-    mix: Mix, curve: Curve, scenario: Scenario | None = None
+    mix: ReplicaMix, curve: ReplicaCurve, scenario: Scenario | None = None
 ) -> dict[str, dict[str, float]]:
     """The figures of both and the relative error of flows, by name."""
     scenario = scenario or Scenario()
@@ -66,7 +66,7 @@ def compare_with_exact(
     return {"exact": seen, "flows": flows, "error": error}
 
 
-def of_flows(curve: Curve, scenario: Scenario) -> Figures:
+def of_flows(curve: ReplicaCurve, scenario: Scenario) -> ComparedFigures:
     alive = np.ones((1, scenario.replicas), np.bool_)
     flow = Flow(curve, alive, token_slo_s=scenario.token_slo_s)
     most = 0.0
@@ -80,12 +80,12 @@ def of_flows(curve: Curve, scenario: Scenario) -> Figures:
     (counts,) = flow.first_tokens.taken()
     p50_s, p99_s = flow.first_tokens.quantiles(counts, (0.5, 0.99))
     good = flow.first_tokens.good(counts, scenario.ttft_slo_s)
-    return Figures(
+    return ComparedFigures(
         goodput_per_s=good / scenario.seconds, ttft_p50_s=p50_s, ttft_p99_s=p99_s, most_at_once=most
     )
 
 
-def of_exact(mix: Mix, curve: Curve, scenario: Scenario) -> Figures:
+def of_exact(mix: ReplicaMix, curve: ReplicaCurve, scenario: Scenario) -> ComparedFigures:
     random = np.random.default_rng([scenario.seed, mix.seed])
     counts = random.poisson(scenario.rates(curve))
     times_s = np.sort(np.repeat(np.arange(len(counts)), counts) + random.random(int(counts.sum())))
@@ -97,7 +97,7 @@ def of_exact(mix: Mix, curve: Curve, scenario: Scenario) -> Figures:
     token_s = (record.finished_s - record.first_token_s) / np.maximum(record.output_len - 1, 1)
     good = (record.outcome == FINISHED) & (ttft_s <= scenario.ttft_slo_s) & (token_s <= scenario.token_slo_s)
     p50_s, p99_s = np.quantile(ttft_s[np.isfinite(ttft_s)], (0.5, 0.99))
-    return Figures(
+    return ComparedFigures(
         goodput_per_s=float(good.sum()) / scenario.seconds,
         ttft_p50_s=float(p50_s),
         ttft_p99_s=float(p99_s),

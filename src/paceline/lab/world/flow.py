@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lab.world.curve import POINTS, Curve
+from paceline.lab.world.curve import POINTS, ReplicaCurve
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -47,7 +47,7 @@ class Away(NamedTuple):
 class FirstTokens:
     """How long first tokens took, as a table of counts by the rate at which they came and how long they waited."""
 
-    def __init__(self, curve: Curve, group: Integers, token_slo_s: float = math.inf) -> None:
+    def __init__(self, curve: ReplicaCurve, group: Integers, token_slo_s: float = math.inf) -> None:
         self._group, self._num_groups = group[:, None] * SIZE, int(group.max(initial=0)) + 1
         self._rate_levels = LEVELS / max(curve.rates)
         at = (np.arange(LEVELS) + 0.5) / self._rate_levels
@@ -123,7 +123,7 @@ class Flow:
 
     def __init__(
         self,
-        curve: Curve,
+        curve: ReplicaCurve,
         alive: Flags,
         *,
         tick_s: float = 1.0,
@@ -240,7 +240,7 @@ class Flow:
         self.reading[places] += again / count
 
 
-def _beyond(rows: Floats, curve: Curve) -> Floats:
+def _beyond(rows: Floats, curve: ReplicaCurve) -> Floats:
     """Seconds between two tokens by rows; beyond what was measured on the line through its last half."""
     known, token_s = np.array(curve.rows), np.array(curve.token_s)
     middle = len(known) // 2

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InputError
-from paceline.lab.world.curve import Curve
+from paceline.lab.world.curve import ReplicaCurve
 from paceline.lab.world.world_file import World
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ RATES = 100  # that are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ReplicaCounts:
     """Replicas at which this share of requests is served within the bounds."""
 
     share: float
@@ -35,16 +35,16 @@ class Sizes:
         return 1.0 - self.together / self.alone if self.alone else 0.0
 
 
-def sizes_for(world: World, curve: Curve, share: float) -> Sizes:
+def sizes_for(world: World, curve: ReplicaCurve, share: float) -> ReplicaCounts:
     """The fewest replicas for `share`; alone, each region reaches it by itself."""
     rate = rate_within(curve, world.token_slo_s)
     hours = np.arange(0.0, world.hours, SAMPLE_S / 3600.0)
     came = np.array([world.rates_at(hour) for hour in hours.tolist()])
     alone = sum(_fewest(column, rate, share) for column in came.T)
-    return Sizes(share=share, alone=alone, together=_fewest(came.sum(axis=1), rate, share))
+    return ReplicaCounts(share=share, alone=alone, together=_fewest(came.sum(axis=1), rate, share))
 
 
-def rate_within(curve: Curve, token_slo_s: float) -> float:
+def rate_within(curve: ReplicaCurve, token_slo_s: float) -> float:
     """The highest rate of one replica at which tokens come within their bound."""
     for rate in np.linspace(1.0, 0.01, RATES) * curve.rate:
         speed = max(1.0 - rate * curve.prompt_s, 1e-9)

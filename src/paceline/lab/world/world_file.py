@@ -94,7 +94,7 @@ class World:
         return sum(region.replicas for region in self.regions)
 
 
-class Fields:
+class WorldFields:
     """The fields of one mapping. Every mistake names the field; what nobody asked for is a mistake too."""
 
     def __init__(self, value: object, place: str) -> None:
@@ -154,10 +154,10 @@ class Fields:
 
 def read_world(value: object) -> World:
     """The world that plain values describe."""
-    fields = Fields(value, "")
+    fields = WorldFields(value, "")
     regions = _regions(fields.list("regions"))
     names = {region.name: index for index, region in enumerate(regions)}
-    slo = Fields(fields.take("slo", {}), "slo")
+    slo = WorldFields(fields.take("slo", {}), "slo")
     hours = fields.number("hours", 0.01, MOST_HOURS, 24.0)
     world = World(
         regions=regions,
@@ -226,7 +226,7 @@ def _inherited(value: Mapping[str, Any], among: Sequence[Mapping[str, Any]], pla
 
 
 def _region(value: Mapping[str, Any], place: str) -> Region:
-    fields = Fields(value, place)
+    fields = WorldFields(value, place)
     region = Region(
         name=fields.text("name"),
         clock=fields.number("clock", -12.0, 14.0),
@@ -244,10 +244,10 @@ def _region(value: Mapping[str, Any], place: str) -> Region:
 def _trips(value: object, names: Mapping[str, int]) -> tuple[tuple[float, ...], ...]:
     """There and back in seconds; a distance that is given once holds both ways."""
     trips = [[0.0 if one == other else math.inf for other in names.values()] for one in names.values()]
-    rows = Fields(value, "distances_ms")
+    rows = WorldFields(value, "distances_ms")
     for one in names:
         row = rows.take(one, {})
-        columns = Fields(row, f"distances_ms.{one}")
+        columns = WorldFields(row, f"distances_ms.{one}")
         for other in names:
             trip = columns.number(other, 0.0, 1e5) if other in row else None
             if trip is not None:
@@ -262,7 +262,7 @@ def _trips(value: object, names: Mapping[str, int]) -> tuple[tuple[float, ...], 
 
 
 def _burst(value: object, place: str, names: Mapping[str, int]) -> Burst:
-    fields = Fields(value, place)
+    fields = WorldFields(value, place)
     burst = Burst(
         region=_region_number(fields, names),
         hour=fields.number("hour", 0.0, MOST_HOURS),
@@ -274,7 +274,7 @@ def _burst(value: object, place: str, names: Mapping[str, int]) -> Burst:
 
 
 def _death(value: object, place: str, names: Mapping[str, int]) -> Death:
-    fields = Fields(value, place)
+    fields = WorldFields(value, place)
     death = Death(
         region=_region_number(fields, names),
         hour=fields.number("hour", 0.0, MOST_HOURS),
@@ -285,7 +285,7 @@ def _death(value: object, place: str, names: Mapping[str, int]) -> Death:
     return death
 
 
-def _region_number(fields: Fields, names: Mapping[str, int]) -> int:
+def _region_number(fields: WorldFields, names: Mapping[str, int]) -> int:
     name = fields.text("region")
     if name not in names:
         raise InputError(f"{fields.at('region')}: there is no region '{name}'; there are {', '.join(names)}")

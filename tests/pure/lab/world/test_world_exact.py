@@ -10,11 +10,11 @@ import pytest
 from paceline.costs.presets import device_spec, model_shape
 from paceline.lab.report.run_record import FINISHED
 from paceline.lab.sim import Machine
-from paceline.lab.world.curve import Mix
+from paceline.lab.world.curve import ReplicaMix
 from paceline.lab.world.exact import RackDies, Scenario, of_exact, of_flows
 from tests.pure.lab.world.world_helpers import CURVE
 
-MIX = Mix(
+MIX = ReplicaMix(
     machine=Machine.of(model_shape("llama-3.1-8b"), device_spec("h200")), trace="fixed:100x80", engine={}
 )
 SMALL = Scenario(replicas=3, dead=1, seconds=3.0, burst_s=(1.0, 2.0), dies_s=2.0, token_slo_s=1.0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.lab.world.curve import POINTS, Curve
+from paceline.lab.world.curve import POINTS, ReplicaCurve
 from paceline.lab.world.world_file import World, read_world
 
 # 10 tokens at 0.1 s, 100 rows: 100 requests/s, of which prompts take a tenth of the device.
-CURVE = Curve(
+CURVE = ReplicaCurve(
     prompt_tokens=10.0,
     output_tokens=100.0,
     output_variation=0.5,
