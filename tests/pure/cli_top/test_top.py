@@ -209,6 +209,42 @@ def test_models_and_adapters_have_their_lines() -> None:
     assert re.search(r"^disk +123,456 of 1,234,567 .*hit 12,345,678 tok", text, re.M)
 
 
+ENGINES = [
+    {"number": number, "rows": 64, "waiting": 3, "kv_usage": 0.5, "restarts": number} for number in range(2)
+]
+
+
+def fleet_message(known: dict[str, Any], second: int, *states: str) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(json.dumps(known))
+    message["engine"]["snapshot"]["time_s"] = 100.0 + second
+    message["server"]["engines"] = [
+        {**each, "state": state, "running": 16, "output_tokens": 1000 * (1 + number) * second}
+        for (number, each), state in zip(enumerate(ENGINES), states, strict=True)
+    ]
+    return message
+
+
+def test_engines_have_their_lines_whether_the_one_that_is_watched_answers_or_not() -> None:
+    picture, known = ServerPicture(), messages()[-1]
+    picture.meet({**ABOUT, "number": 0})
+    assert "engine " not in told(busy()), "one engine has no line"
+    for second in range(2):
+        picture.apply(fleet_message(known, second, "ready", "drained"))
+    text = told(picture, 140)
+    assert "engine 0" in text.splitlines()[0]
+    assert re.search(r"^engine +0 +█.* ready  16 of 64 rows  3 wait  1,000 tok/s  KV 50%", text, re.M)
+    assert re.search(r"^engine +1 +█.* drained .* 2,000 tok/s  KV 50%  restarts 1", text, re.M)
+    assert [round(each["output_per_s"]) for each in picture.figures().values()["engines"]] == [1000, 2000]
+    lost = fleet_message(known, 2, "lost", "ready")
+    lost["engine"] = {"unavailable": "the engine's process was ended"}
+    lost["server"]["passages"] = [(4.2, 0, 1, 12, 345)]
+    for watched in (picture, ServerPicture()):
+        watched.apply(lost)
+        text = told(watched, 80)
+        assert re.search(r"^engine +0 +█.* lost ", text, re.M) and "the engine's process was ended" in text
+        assert "4 s ago: 12 requests went on from engine 0 to 1" in text
+
+
 def test_bars_begin_below_each_other_on_a_wide_terminal() -> None:
     lines = told(busy(), 120).splitlines()
     bars = [line.index("█") for line in lines if line.startswith(("rows", "blocks", "steps"))]

@@ -58,6 +58,7 @@ class ShownFigures:
     blocks: Mapping[str, int]  # free, cached, held, shared
     below: Mapping[str, Mapping[str, int]]  # host, disk: their fields of LEVEL
     models: Sequence[Mapping[str, Any]]  # of a server of several, as the feed has them
+    engines: Sequence[Mapping[str, Any]]  # of a server of several, as the feed has them
     adapters: Mapping[str, Any]  # as the feed has them; empty: none
     hit_share: float | None
     output_per_s: float
@@ -88,6 +89,10 @@ class ServerPicture:
         self.waiting: list[Sequence[Any]] = []
         self.now_s = 0.0
         self.unavailable = ""  # what the server says of an engine that is not there
+        self.passages: Sequence[
+            Sequence[float]
+        ] = ()  # requests that went on in another engine, as the feed has them
+        self._engines: Sequence[Mapping[str, Any]] = ()
         self._kept: deque[Message] = deque()
         self._steps: deque[Mapping[str, Any]] = deque()
         self._done: dict[int, float] = {}
@@ -111,6 +116,8 @@ class ServerPicture:
 
     def apply(self, message: Message) -> None:
         delta = message["engine"]
+        self._engines = message["server"].get("engines", ())
+        self.passages = message["server"].get("passages", ())
         self.unavailable = delta.get("unavailable", "")
         if self.unavailable:
             return
@@ -146,6 +153,7 @@ class ServerPicture:
             blocks=_blocks(snapshot),
             below={name: dict(zip(LEVEL, found, strict=True)) for name, *found in snapshot.get("below", ())},
             models=self._models(),
+            engines=self.engines(),
             adapters=self._kept[-1]["server"].get("adapters", {}),
             hit_share=cached / prompt if prompt else None,
             output_per_s=self._rate(lambda message: message["server"]["tokens"][0]),
@@ -159,6 +167,10 @@ class ServerPicture:
             latencies_ms={name: self._percentiles(name) for name in LATENCIES},
             tenants=_tenants(snapshot),
         )
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Each of several, whether the one that is watched answers or not."""
+        return [{**each, "output_per_s": self._engine_rate(each["number"])} for each in self._engines]
 
     # -- lanes and steps -----------------------------------------------------------------------------------
 
@@ -215,6 +227,13 @@ class ServerPicture:
         first = next(message for message in self._kept if _time(message) >= _time(last) - RATE_S)
         elapsed_s = _time(last) - _time(first)
         return max(0.0, (read(last) - read(first)) / elapsed_s) if elapsed_s > 0 else 0.0
+
+    def _engine_rate(self, number: int) -> float:
+        def told(message: Message) -> int:
+            engines = message["server"].get("engines", ())
+            return next((each["output_tokens"] for each in engines if each["number"] == number), 0)
+
+        return self._rate(told) if self._kept else 0.0
 
     def _models(self) -> list[dict[str, Any]]:
         """The feed's, with each model's part of the device's time lately."""

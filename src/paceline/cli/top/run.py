@@ -34,15 +34,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 ONCE_S = 1.0  # of traffic that one frame looks at
 MOST_LINES = 100  # of that frame
 PATIENCE_S = 30.0  # for that frame
-REFUSED = (401, 403, 404)  # a server that will not say otherwise the next time
+REFUSED = (400, 401, 403, 404)  # a server that will not say otherwise the next time
 HELP = """
 Watch a running server in the terminal.
 
-Shows rows, KV blocks, step composition, latencies, tenants, models, adapters and the request of each row. q or
-Ctrl-C ends it; when the server goes away, it waits for it.
+Shows rows, KV blocks, step composition, latencies, tenants, engines, models, adapters and the request of each
+row. q or Ctrl-C ends it; when the server goes away, it waits for it.
 
   paceline top
   paceline top --url http://gpu-3:8000
+  paceline top --engine 1               # of a server with several
   paceline top --once                   # one frame as text
   paceline top --json                   # one JSON object per second
 
@@ -56,6 +57,7 @@ class TopOptions:
 
     url: str = option(LOCAL, "address of the server", metavar="URL")
     model: str | None = option(None, "which of several models (default: the first)", metavar="NAME")
+    engine: int | None = option(None, "which of several engines (default: 0)", low=0, metavar="NUMBER")
     once: bool = option(False, "show one frame and exit")
     json: bool = option(False, "print one JSON object per line instead")
 
@@ -67,7 +69,7 @@ def _run(values: Mapping[str, Any]) -> None:
 
     from paceline.cli.remote import admin_connection
 
-    watcher = FeedFollower(admin_connection(options.url), options.model)
+    watcher = FeedFollower(admin_connection(options.url), options.model, options.engine)
     if options.once:
         _show_once(watcher, options)
         return
@@ -81,7 +83,7 @@ def _run(values: Mapping[str, Any]) -> None:
 class FeedFollower:
     """Follows a server's feed in a separate thread, and continues when the server comes back."""
 
-    def __init__(self, connection: Connection, model: str | None = None) -> None:
+    def __init__(self, connection: Connection, model: str | None = None, engine: int | None = None) -> None:
         from paceline.cli.top.picture import ServerPicture
 
         self.picture: ServerPicture = ServerPicture()
@@ -89,7 +91,7 @@ class FeedFollower:
         self.refusal: Exception | None = None  # there is no use in trying again
         self.lock = threading.Lock()
         self._connection = connection
-        self._query = "" if model is None else f"?{urlencode({'model': model})}"
+        self._asked = {"model": model, "engine": engine}
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -101,14 +103,26 @@ class FeedFollower:
 
     def messages(self) -> Iterator[ServerPicture]:
         """The picture after each message, until the feed breaks off."""
-        about = self._connection.ask("GET", ABOUT + self._query)
+        about = self._about()
         with self.lock:
             self.picture.meet(about)
-        for message in self._connection.follow(WATCH + self._query, silence_s=SILENCE_S):
+        for message in self._connection.follow(self._path(WATCH), silence_s=SILENCE_S):
             with self.lock:
                 self.picture.apply(message)
                 self.state = "live"
             yield self.picture
+
+    def _about(self) -> dict[str, Any]:
+        """Of several engines, what the one that is watched is."""
+        about: dict[str, Any] = self._connection.ask("GET", self._path(ABOUT))
+        if "engines" in about and self._asked["engine"] is None:
+            self._asked["engine"] = 0
+            about = self._connection.ask("GET", self._path(ABOUT))
+        return {**about, "number": self._asked["engine"]} if "engines" in about else about
+
+    def _path(self, route: str) -> str:
+        query = urlencode({name: value for name, value in self._asked.items() if value is not None})
+        return f"{route}?{query}" if query else route
 
     def _follow(self) -> None:
         from paceline.cli.remote import ServerRefused

@@ -36,6 +36,7 @@ CELLS = {
 LABEL = 8  # characters before the figures of a line
 LEAST_BAR, MOST_BAR = 6, 40
 SHOWN_TENANTS = 4
+GONE = ("lost", "stuck", "stopped")
 DIM, BOLD = "dim", "bold"
 
 
@@ -44,8 +45,10 @@ def frame(picture: ServerPicture, state: str, address: str, width: int, height: 
     width = max(width, LEAST_WIDTH)
     lines = [_title(picture, state, address, width)]
     if not picture.num_messages:
+        lines += _engine_lines(picture, width)
         return Group(*lines, Text(picture.unavailable or "nothing received yet", style=DIM))
     figures = picture.figures()
+    lines += _engine_lines(picture, width)
     lines += _model_lines(figures, width)
     lines += _load_lines(figures, width)
     lines += _adapter_lines(figures, width)
@@ -65,7 +68,9 @@ def frame(picture: ServerPicture, state: str, address: str, width: int, height: 
 
 def _title(picture: ServerPicture, state: str, address: str, width: int) -> Text:
     engine = picture.about.get("engine", {})
-    what = [picture.about.get("model", ""), engine.get("device", ""), engine.get("dtype", "")]
+    number = picture.about.get("number")
+    shown_one = "" if number is None else f"engine {number}"
+    what = [picture.about.get("model", ""), shown_one, engine.get("device", ""), engine.get("dtype", "")]
     left = " · ".join(["paceline", *(shown(str(part)) for part in what if part)])
     right = state if state != "live" else address
     text = Text(left, style=BOLD)
@@ -115,6 +120,28 @@ def _level_line(name: str, level: Mapping[str, int], width: int) -> Text:
         Text(f"  failed {level['failed']:,}" if level["failed"] else "", style="red"),
     ]
     return _barred(_line(name, f"{cached:,} of {places:,}", width), parts, moves, width)
+
+
+def _engine_lines(picture: ServerPicture, width: int) -> list[Text]:
+    """One for each engine of several, and the newest failover."""
+    lines = []
+    for engine in picture.engines():
+        state, rows, restarts = engine["state"], engine["rows"], engine["restarts"]
+        words = [
+            Text(f"  {state}", style="" if state == "ready" else "bold red" if state in GONE else "yellow"),
+            Text(f"  {engine['running']:,} of {rows:,} rows"),
+            Text(f"  {engine['waiting']:,} wait"),
+            Text(f"  {engine['output_per_s']:,.0f} tok/s"),
+            Text(f"  KV {engine['kv_usage']:.0%}"),
+            Text(f"  restarts {restarts}" if restarts else "", style=DIM),
+        ]
+        head = _line("engine", str(engine["number"]), width)
+        lines.append(_barred(head, [(engine["running"] / max(1, rows), "█", "green")], words, width))
+    for age_s, source, target, requests, _ in picture.passages[-1:]:
+        line = _line("", "", width)
+        line.append(f"{age_s:.0f} s ago: {requests:,} requests went on from engine {source} to {target}")
+        lines.append(line)
+    return lines
 
 
 def _model_lines(figures: ShownFigures, width: int) -> list[Text]:
