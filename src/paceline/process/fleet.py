@@ -187,10 +187,11 @@ class Fleet:
         changes: Mapping[str, bool | int | float | str | None] | None = None,
     ) -> EngineStream:
         """See `EngineClient`. The branches are made where their parent is, and end with that engine."""
-        engine, inner = self._where(number)
+        engine, inner = self._where_live(number)
         made = engine.fork(inner, count, at=at, append=append, score=score, changes=changes)
         stream = FleetStream(self, made.first, count, None)
         stream.go_on(self._engine_of(number), made)
+        self.ways.forked(made.first, count, stream.engine)
         parent = self._streams.get(number)
         if parent is not None:
             parent.asked = None  # a tree stays together
@@ -205,7 +206,7 @@ class Fleet:
         max_tokens: int | None = None,
         modules: Sequence[ModulePart] = (),
     ) -> None:
-        engine, inner = self._where(number)
+        engine, inner = self._where_live(number)
         await engine.extend(inner, tokens, max_tokens=max_tokens, modules=modules)
         if number in self._streams:
             self._streams[number].asked = None  # it is another request now
@@ -235,7 +236,7 @@ class Fleet:
         return outcomes
 
     async def tree(self, number: int) -> list[BranchState]:
-        engine, inner = self._where(number)
+        engine, inner = self._where_live(number)
         found = await engine.tree(inner)
         outer: dict[int | None, RequestId] = {}  # of those that have another number there
         for known, stream in self._streams.items():
@@ -380,7 +381,7 @@ class Fleet:
 
     def _note_choice(self, stream: FleetStream, choice: Choice, inner: int, now_s: float) -> None:
         self.routed[choice.rule] = self.routed.get(choice.rule, 0) + 1
-        self.ways.chosen(stream.first or inner, inner, choice, now_s)
+        self.ways.chosen(stream.first or inner, inner, stream.count, choice, now_s)
 
     # -- for streams ---------------------------------------------------------------------------------------
 
@@ -493,6 +494,12 @@ class Fleet:
             return stream.engine
         way = self.ways.of(number)
         return 0 if way is None else way.engine
+
+    def _where_live(self, number: int) -> tuple[AsyncEngine, int]:
+        """The same. Raises EngineUnavailable while none has it."""
+        if number in self._streams and self._streams[number].is_waiting:
+            raise EngineUnavailable("the request waits for an engine; try again in a moment")
+        return self._where(number)
 
     def _where(self, number: int) -> tuple[AsyncEngine, int]:
         """The engine that has a branch, and its number there."""

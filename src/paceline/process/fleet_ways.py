@@ -35,12 +35,14 @@ class Way:
     first: int  # its number
     engine: int
     inner: int  # the number it has there
+    count: int  # branches; their numbers follow
     notes: list[Decision] = field(default_factory=list)
 
     def explained(self, number: int, told: Sequence[Decision]) -> list[Decision]:
         """What the engine that has it now says of a branch, and how it came there, in order."""
-        notes, since_s = self.notes, self.notes[-1].time_s
+        notes = self.notes
         if len(notes) > 1:  # it has waited since it came here
+            since_s = notes[-1].time_s
             told = [
                 each._replace(seconds=max(0.0, each.time_s - since_s))
                 if each.kind is DecisionKind.ADMIT
@@ -61,13 +63,18 @@ class Ways:
     def of(self, number: int) -> Way | None:
         """Branches of a request have the numbers behind its first."""
         for first in range(number, max(0, number - MOST_BRANCHES), -1):
-            if first in self._ways:
-                return self._ways[first]
+            way = self._ways.get(first)
+            if way is not None:
+                return way if number < first + way.count else None
         return None
 
-    def chosen(self, first: int, inner: int, choice: Choice, now_s: float) -> None:
+    def forked(self, first: int, count: int, engine: int) -> None:
+        """Branches are made where their parent is."""
+        self._enter(Way(first, engine, first, count))
+
+    def chosen(self, first: int, inner: int, count: int, choice: Choice, now_s: float) -> None:
         """A request goes to an engine, under this number."""
-        way = self._ways.setdefault(first, Way(first, choice.engine, inner))
+        way = self._enter(Way(first, choice.engine, inner, count))
         if way.notes and way.notes[-1].kind is DecisionKind.FAILOVER:
             self._passed(way.engine, choice.engine, way.notes[-1].value, now_s)
         way.engine, way.inner = choice.engine, inner
@@ -85,8 +92,6 @@ class Ways:
                 detail=f"engine {choice.engine}: {choice.rule}{against}",
             )
         )
-        if len(self._ways) > MOST_KNOWN:
-            self._ways.popitem(last=False)
 
     def _passed(self, source: int, target: int, num_tokens: int, now_s: float) -> None:
         known = [each for each in self.passages if (each.source, each.target) == (source, target)]
@@ -97,6 +102,12 @@ class Ways:
         passage.time_s = now_s
         passage.requests += 1
         passage.tokens += num_tokens
+
+    def _enter(self, new: Way) -> Way:
+        way = self._ways.setdefault(new.first, new)
+        if len(self._ways) > MOST_KNOWN:
+            self._ways.popitem(last=False)
+        return way
 
     def lost(self, first: int, num_known: int) -> None:
         """Its engine was lost behind so many tokens."""

@@ -17,7 +17,7 @@ from paceline.core.request import (
 )
 from paceline.core.stretch import MediaInput, MediaPart, PromptParts
 from paceline.process import frames
-from paceline.process.client import EngineStats, EngineUnavailable
+from paceline.process.client import EngineStats, EngineUnavailable, Explanation
 from paceline.process.fleet_prefixes import FleetPrefixes
 from paceline.routing.view import Gauges
 from tests.fake_fleet import PROMPT, SAMPLING, fleet_of, run
@@ -174,5 +174,34 @@ def test_a_prompt_is_refused_with_its_own_pictures_alone() -> None:
         fleet.submit(PROMPT, SAMPLING, tenant="a")
         with pytest.raises(EngineUnavailable):
             with_picture(b"poison")
+
+    run(test())
+
+
+def test_a_branch_is_asked_about_where_it_was_made_and_not_while_no_engine_has_it() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        first = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        second = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        assert (first.engine, second.engine) == (0, 1)  # type: ignore[attr-defined]
+        forked = fleet.fork(first.first, 1, at=1)
+        forked.close()
+        asked = asyncio.create_task(fleet.explain(forked.first))
+        await asyncio.sleep(0)
+        question = one.sent[-1]
+        assert isinstance(question, frames.Explain) and question.branch == forked.first
+        one.client.on_answer(frames.Explained(question.question, Explanation([], False)))
+        assert not (await asked).decisions, "those of the request before it are not its own"
+        reader = asyncio.create_task(second.take())
+        await asyncio.sleep(0)
+        one.die()
+        other.die()
+        await asyncio.sleep(0.01)
+        for ask in (fleet.extend(second.first, [1]), fleet.tree(second.first)):
+            with pytest.raises(EngineUnavailable, match="waits for an engine"):
+                await ask
+        with pytest.raises(EngineUnavailable, match="waits for an engine"):
+            fleet.fork(second.first, 1, at=1)
+        reader.cancel()
 
     run(test())

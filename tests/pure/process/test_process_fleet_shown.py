@@ -13,7 +13,7 @@ from paceline.server.live.engines import engines_of, fleet_values
 from paceline.server.live.feed import WatchedModel, feed_of, feeds_of
 from paceline.server.metrics.request_metrics import RequestFamilies
 from tests.fake_engine import IdleClient
-from tests.pure.process.test_process_fleet import PROMPT, SAMPLING, fleet_of, run
+from tests.fake_fleet import PROMPT, SAMPLING, fleet_of, run
 
 
 def test_one_engine_has_nothing_to_tell_of_others() -> None:
