@@ -46,7 +46,8 @@ class PrefixMap:
         held = self._held.setdefault(engine, set())
         for key in keys:
             held.add(key)
-            holders[key] = holders.get(key, 0) | bit
+            others = holders.get(key)
+            holders[key] = bit if others is None else others | bit  # one number for all that it alone holds
 
     def evicted(self, engine: int, keys: Iterable[bytes]) -> None:
         """Blocks that cannot be hit there any more. Of one that is only expected this is old news."""
@@ -89,7 +90,9 @@ class PrefixMap:
         found = np.zeros(num_engines, np.int64)
         at, hold_all = 0, -1
         nobody = repeat(0)
-        holders = map(or_, map(self._holders.get, keys, nobody), map(self._expected.get, keys, nobody))
+        holders: Iterable[int] = map(self._holders.get, keys, nobody)
+        if not self._expected.keys().isdisjoint(keys):
+            holders = map(or_, holders, map(self._expected.get, keys, nobody))
         # Runs of blocks with the same holders: there are few, and looking keys up takes no step of Python.
         for engines, run in groupby(holders):
             still = hold_all & engines

@@ -6,7 +6,7 @@ counts the choice. `soonest` is the default; the others are what it is compared 
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,11 +19,7 @@ from paceline.routing.view import NOBODY, Ask, Choice, FleetView, Integers
 DEFAULT_ROUTER = "soonest"
 MOST_EXPECTED = 256  # tokens of an answer that are believed to come, whatever the request allows
 # Of the splitmix64 generator.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIXING = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-)
+_GOLDEN, _MIXING, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)
 TIE_S = 1e-3  # costs that differ by less are alike
 
 
@@ -161,8 +157,9 @@ def _steadiest(ask: Ask, numbers: Integers) -> int:
     name = ask.session or (ask.keys[0] if ask.keys else b"")
     if not name:
         return 0
-    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-    scores = (numbers.astype(np.uint64) + np.uint64(1)) * _GOLDEN ^ np.uint64(seed)
-    for shift, factor in _MIXING:
-        scores = (scores ^ scores >> shift) * factor
-    return int((scores ^ scores >> np.uint64(31)).argmax())
+    scores = numbers.astype(np.uint64)
+    scores += np.uint64(zlib.crc32(name) + 1)
+    scores *= _GOLDEN
+    scores ^= scores >> _HALF
+    scores *= _MIXING
+    return int(scores.argmax())
