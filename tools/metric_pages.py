@@ -17,7 +17,7 @@ from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, Sl
 from paceline.core.dial import DialStatus
 from paceline.costs.cost_model import ModelWork
 from paceline.process.client import EngineState, EngineStats
-from paceline.process.fleet import Fleet
+from paceline.process.fleet import Fleet, Member
 from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches
@@ -112,9 +112,9 @@ def full_application(prefix: str = "paceline") -> Application:
     admission = RequestAdmission(ServerCapacity(places=1, queued_tokens=1), lambda: None)
     recent = app.batching.recent
     recent.note(recent.totals()._replace(time_s=time.monotonic() - 30.0))
-    one = SimpleNamespace(number=0, engine=SimpleNamespace(state=EngineState.READY, stats=EngineStats()))
-    described = SimpleNamespace(routed={"soonest": 0}, failovers={"resumed": 0}, members=[one])
-    app.metrics.fleet = cast(Fleet, described)
+    one = Member(0, cast(Any, SimpleNamespace(state=EngineState.READY, stats=EngineStats())))
+    described = {"routed": {"soonest": 0}, "failovers": {"resumed": 0}, "output_tokens": {0: 0}}
+    app.metrics.fleet = cast(Fleet, SimpleNamespace(**described, members=[one]))
     app.become_ready(
         Api(
             routes=[],

@@ -11,6 +11,8 @@ from paceline.process.client import EngineStats
 from paceline.process.frames import Update
 from paceline.server.live.engines import engines_of, fleet_values
 from paceline.server.live.feed import WatchedModel, feed_of, feeds_of
+from paceline.server.metrics.families import Families
+from paceline.server.metrics.prometheus_page import fleet_families
 from paceline.server.metrics.request_metrics import RequestFamilies
 from tests.fake_engine import IdleClient
 from tests.fake_fleet import PROMPT, SAMPLING, fleet_of, run
@@ -73,5 +75,28 @@ def test_every_engine_has_a_feed_and_so_has_one_that_comes_later(count: int) -> 
         feeds = [feed_of(model, number) for number in range(count)]
         assert feeds == model.feeds and len(set(map(id, feeds))) == count
         assert feed_of(model, count - 1) is feeds[-1]
+
+    run(test())
+
+
+def test_metrics_say_of_each_engine_whether_it_takes_requests_and_what_it_has_made() -> None:
+    async def test() -> None:
+        fleet, (one, _) = fleet_of(2)
+        stream = fleet.submit(PROMPT, SAMPLING, tenant="a")
+        one.tell((0, 11), (0, 12), (0, 13))
+        await stream.take()
+        fleet.member(1).is_draining = True
+        fleet.member(1).num_restarts = lambda: 2
+        samples = {
+            (sample.name, sample.labels["engine"]): sample.value
+            for family in fleet_families(fleet, Families("", "m"), "m")
+            for sample in family.samples
+        }
+        for name, values in {
+            "fleet_engine_up": (1, 0),
+            "fleet_generation_tokens_total": (3, 0),
+            "fleet_engine_restarts_total": (0, 2),
+        }.items():
+            assert (samples[name, "0"], samples[name, "1"]) == values, name
 
     run(test())
