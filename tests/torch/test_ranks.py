@@ -17,6 +17,7 @@ from paceline.core.standing import WEIGHTS_DROPPED, WEIGHTS_KEPT
 from paceline.core.structure import Structure
 from paceline.errors import ConfigError, EngineFailed
 from paceline.runner.parallel.lead import Followers
+from paceline.runner.parallel.link import Kind
 from paceline.runner.parallel.wire import encode
 from tests.torch.llm_helpers import OPTIONS
 from tests.waiting import wait_until
@@ -111,13 +112,20 @@ def test_drafts_are_the_same_on_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_model_on_ranks_sleeps_and_wakes(folder: Path) -> None:
+def test_a_model_on_ranks_sleeps_and_wakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder, 2) as llm:
         engine, sleeper, pids = llm.loaded.engine, llm.loaded.sleeper, followers_of(llm).pids
         before = llm.generate(PROMPTS[:2], ASKED[:2], use_tqdm=False)
+        told: list[Kind] = []
+        tell = Followers.tell
+        monkeypatch.setattr(
+            Followers, "tell", lambda self, kind, *more: (told.append(kind), tell(self, kind, *more))
+        )
         for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
             engine.sleep(levels_lost=sleeper.levels_lost)
+            told.clear()
             sleeper.let_go(level)
+            assert told == [Kind.CLOSE], "a model that sleeps holds no KV on any rank"
             assert all(map(is_gone, pids)) == (level == WEIGHTS_DROPPED)
             engine.wake(sleeper.open())
             after = llm.generate(PROMPTS[:2], ASKED[:2], use_tqdm=False)

@@ -100,6 +100,8 @@ class Follower:
         """Do what a message says; the answer to it, if it has one."""
         if kind is Kind.OPEN:
             self._open(json.loads(bytes(payload)))
+        elif kind is Kind.CLOSE:
+            self._close()
         elif kind is Kind.MEASURE:
             from paceline.runner.torch_step import measure_step
 
@@ -135,10 +137,13 @@ class Follower:
         from paceline.runner.torch_step import TorchStep
 
         config, ends = config_of(given["config"]), given["ends"]
-        self._pending.clear()
-        self._runner = None  # its KV goes before there is another
+        self._close()  # its KV goes before there is another
         step = TorchStep(self._decoder, config.kv, kv_dtype=self._model.cpu_kv_dtype)
         self._runner = CPURunner(config, step, None if ends is None else tuple(ends))
+
+    def _close(self) -> None:
+        self._pending.clear()
+        self._runner = None
 
 
 def _answer(result: StepResult) -> bytes:

@@ -231,6 +231,8 @@ class LeadRunner:
         return self._own.compute
 
     def close(self) -> None:
+        with suppress(RankLost):  # then they are gone, with what they held
+            self._followers.tell(Kind.CLOSE)
         self._own.close()
 
 

@@ -28,6 +28,7 @@ class Kind(IntEnum):
     RUN = 6  # the steps up to this one; rows that have guides
     ANSWER = 7  # of a guide
     COPY = 8  # blocks out and back
+    CLOSE = 9  # the runner goes, with its KV; the weights stay
     DONE, FAILED = 20, 21  # from the follower: what it was told last
 
 
