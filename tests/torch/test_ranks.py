@@ -118,9 +118,12 @@ def test_a_model_on_ranks_sleeps_and_wakes(folder: Path, monkeypatch: pytest.Mon
         before = llm.generate(PROMPTS[:2], ASKED[:2], use_tqdm=False)
         told: list[Kind] = []
         tell = Followers.tell
-        monkeypatch.setattr(
-            Followers, "tell", lambda self, kind, *more: (told.append(kind), tell(self, kind, *more))
-        )
+
+        def tell_and_note(self: Followers, kind: Kind, payload: bytes = b"") -> None:
+            told.append(kind)
+            tell(self, kind, payload)
+
+        monkeypatch.setattr(Followers, "tell", tell_and_note)
         for level in (WEIGHTS_KEPT, WEIGHTS_DROPPED):
             engine.sleep(levels_lost=sleeper.levels_lost)
             told.clear()
