@@ -15,7 +15,7 @@ from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.errors import InvalidRequest
 from paceline.llm.search import make_search
 from paceline.llm.search.base import AnswerReading
-from paceline.llm.search.whole_answers import certainty_of
+from paceline.llm.search.searches import certainty_of
 from tests.cases import first
 from tests.model_folder import EOS, write_model
 from tests.torch.llm_helpers import OPTIONS, is_at_rest

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.config.encoder import ENCODE_PARTS, EncoderWork
+from paceline.config.encoder import ENCODE_PARTS, EncoderWork, MediaOptions
 from paceline.config.options import OWN_CLASS, CheckedOptions, check_options, option
-from paceline.config.ranks import RankOptions
 from paceline.config.speculative import DraftConfig
 from paceline.errors import ConfigError
 
 MODES = ("continuous", "dynamic", "static")
-# Policies are the files of this folder. It is listed, not imported: the scheduler stands above the config, and help
-# pages load no numpy.
+# The files of this folder; listed, not imported: the scheduler stands above the config, help pages load no numpy.
 _POLICY_FILES = Path(__file__).parents[1].joinpath("scheduler", "policy").glob("[a-z]*.py")
 POLICIES = tuple(sorted((path.stem for path in _POLICY_FILES), key=lambda name: (name != "fcfs", name)))
 EVICTIONS = ("reuse", "lru")
@@ -83,8 +81,7 @@ class KVConfig:
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     cache_on_host: bool = False  # prefixes that the device evicts are kept in the blocks of host memory
     num_disk_blocks: int = 0  # and those that the host evicts, on a disk
-    # Of the host's, those that are only the way to the disk; 0: it keeps prefixes.
-    num_staging_blocks: int = 0
+    num_staging_blocks: int = 0  # of the host's, those on the way to the disk; 0: it keeps prefixes
     # Where models share memory: blocks that come and go together, and how few there are at least while it computes.
     slab_blocks: int = 0  # 0: all blocks are there for good
     least_blocks: int = 0
@@ -400,11 +397,14 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(RankOptions):
+class ModelConfig(MediaOptions):
     """Which model runs, and how much memory it gets. What is None follows from the model and the machine."""
 
     PANEL: ClassVar = "Model"
 
+    tensor_parallel_size: int = option(
+        1, "ranks: processes of this machine that hold a part of each layer; on a CPU so far", low=1, high=64
+    )
     model: str | None = option(
         None,
         "folder, GGUF file or name on the Hugging Face hub",

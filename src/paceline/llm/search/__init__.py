@@ -9,8 +9,7 @@ from typing import Any
 
 from paceline.errors import InvalidRequest, did_you_mean
 from paceline.llm.search.base import Candidate, Search, SearchResult
-from paceline.llm.search.tree_of_thought import Beam, TreeOfThought
-from paceline.llm.search.whole_answers import BestOf, Probe, SelfConsistency
+from paceline.llm.search.searches import Beam, BestOf, Probe, SelfConsistency, TreeOfThought
 
 SEARCHES: Mapping[str, type[Search]] = {
     "best_of": BestOf,
