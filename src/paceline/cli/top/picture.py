@@ -89,9 +89,8 @@ class ServerPicture:
         self.waiting: list[Sequence[Any]] = []
         self.now_s = 0.0
         self.unavailable = ""  # what the server says of an engine that is not there
-        self.passages: Sequence[
-            Sequence[float]
-        ] = ()  # requests that went on in another engine, as the feed has them
+        # Requests that went on in another engine, as the feed has them.
+        self.passages: Sequence[Sequence[float]] = ()
         self._engines: Sequence[Mapping[str, Any]] = ()
         self._kept: deque[Message] = deque()
         self._steps: deque[Mapping[str, Any]] = deque()
