@@ -41,7 +41,7 @@ def _run(values: Mapping[str, Any]) -> None:
     runs = plan_runs(options, engine)
     with page_port(from_values(ShowOptions, values)) as bound:
         recordings = None if bound is None else recordings_of(runs)
-        results = run_all(runs, outputs.log, recordings)
+        results = run_all(runs, outputs.log, recordings, jobs=options.jobs)
         print_results(results, options)
         write_files(results, options, outputs)
         if bound is not None and recordings is not None:

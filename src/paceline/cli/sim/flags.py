@@ -210,6 +210,12 @@ class SimOptions(CheckedOptions):
         metavar="CHANCE|beta:A,B|LOG",
     )
     replicas: int = option(1, "engines behind the router", low=1, high=10_000, basic=True)
+    jobs: int = option(
+        1,
+        "simulations that run in parallel, in separate processes; results do not depend on it",
+        low=1,
+        high=256,
+    )
     routers: str = option(
         "soonest",
         f"how an engine is chosen for a request, separated by commas: {', '.join(ROUTER_NAMES)}, module:Class",

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 BELADY = "belady"
 GIB = 1 << 30
 SLO_NAMES = ("ttft", "itl", "e2e")
+Bar = Callable[[int, int, float], None]  # requests ended, requests in all, virtual seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,26 +219,50 @@ def recordings_of(runs: Sequence[Run]) -> dict[str, Recording]:
 
 
 def run_all(
-    runs: Sequence[Run], log: Path | None, recordings: Mapping[str, Recording] | None = None
+    runs: Sequence[Run],
+    log: Path | None,
+    recordings: Mapping[str, Recording] | None = None,
+    *,
+    jobs: int = 1,
 ) -> list[Result]:
-    """Run them in order, with a bar for each on a terminal."""
+    """Run them, `jobs` at a time, and give what came of each in their order. What follows a run as it goes, a log or
+    the page, is in this process, so that these run one after the other."""
     last_requested = {run.mode: run for run in runs if run.requested}
     results = []
+    if log is not None or recordings:
+        jobs = 1
     with _progress() as bar_for:
+        records = _apart(runs, jobs, bar_for) if min(jobs, len(runs)) > 1 else None
         for run in runs:
-            record = simulate(
-                run.config,
-                run.workload,
-                label=run.label,
-                recorder=_recorder(run, log) if run.requested and log is not None else None,
-                watch=recordings[run.label].watch if recordings and run.requested else None,
-                on_progress=bar_for(run),
+            record = (
+                next(records)
+                if records is not None
+                else simulate(
+                    run.config,
+                    run.workload,
+                    label=run.label,
+                    recorder=_recorder(run, log) if run.requested and log is not None else None,
+                    watch=recordings[run.label].watch if recordings and run.requested else None,
+                    on_progress=bar_for(run),
+                )
             )
             summary = summarize(record, slo=run.slo, device_hour_price=run.device_hour_price)
             kept = record if last_requested[run.mode] is run else None
             spent: Any = record.config.get("device_s", {})
             results.append(Result(run=run, summary=summary, record=kept, device_s=spent))
     return results
+
+
+def _apart(runs: Sequence[Run], jobs: int, bar_for: Callable[[Run], Bar]) -> Iterator[RunRecord]:
+    """Records in the order of the runs, made in processes that share nothing. A bar is seen when its run has ended."""
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("spawn")) as pool:
+        for run, record in zip(runs, pool.map(_simulated, runs), strict=True):
+            bar_for(run)(len(run.workload), len(run.workload), record.duration_s)
+            yield record
+
+
+def _simulated(run: Run) -> RunRecord:
+    return simulate(run.config, run.workload, label=run.label)
 
 
 def rate_label(mode: str, rate: float | None) -> str:
@@ -372,9 +399,6 @@ def _recorder(run: Run, path: Path) -> StepRecorder:
     named = {"seed": run.config.seed, "workload": run.workload.name, "label": run.label}
     header = run_header(run.config.engine, **named, **{BEGAN: 0.0})
     return RunLogWriter(path, header)
-
-
-Bar = Callable[[int, int, float], None]
 
 
 @contextmanager

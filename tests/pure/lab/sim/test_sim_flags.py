@@ -9,7 +9,7 @@ from paceline.cli.command import Command, CommandGroup
 from paceline.cli.flags import split_list
 from paceline.cli.sim import SIM
 from paceline.cli.sim.flags import SimOptions
-from paceline.cli.sim.run import parse_rates, parse_slo, plan_runs
+from paceline.cli.sim.run import parse_rates, parse_slo, plan_runs, run_all
 from paceline.config.engine import KVConfig, SchedulerConfig
 from paceline.config.options import option, options_of
 from paceline.errors import ConfigError, InputError
@@ -174,3 +174,15 @@ def test_bounds_of_own_options_are_those_declared() -> None:
         SimOptions(replicas=0)
     with pytest.raises(ConfigError, match="--on-infeasible must be one of"):
         SimOptions(on_infeasible="x")
+
+
+def test_runs_in_processes_give_what_runs_in_order_give() -> None:
+    options = SimOptions(trace="fixed:100x10", num_requests=6, replicas=2, routers="soonest,round-robin")
+    runs = plan_runs(options, {})
+    in_order, apart = run_all(runs, None), run_all(runs, None, jobs=2)
+    assert [result.run.label for result in apart] == [run.label for run in runs] and len(runs) == 2
+    for one, other in zip(in_order, apart, strict=True):
+        assert one.summary == other.summary and (one.record is None) == (other.record is None)
+        if one.record is not None and other.record is not None:
+            assert one.record.first_token_s.tolist() == other.record.first_token_s.tolist()
+            assert one.record.step_replica.tolist() == other.record.step_replica.tolist()
