@@ -1,8 +1,8 @@
 """A generation as an answer: whole, or as a stream of server-sent events.
 
-`GenerationRoute` is what the APIs share. `EventStream` is what leaves a route that streams: an async generator whose
-owner may close it before the first item was asked for, which a plain generator would not notice. What the frames look
-like is a `FrameWriter`'s business.
+`GenerationRoute` is what the APIs share; `PooledRoute` is that of vectors and scores, one for each form. `EventStream`
+is what leaves a route that streams: an async generator whose owner may close it before the first item was asked for,
+which a plain generator would not notice. What the frames look like is a `FrameWriter`'s business.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import msgspec
 from paceline.llm.outputs import CompletionOutput, RequestOutput
 from paceline.server.api.fields import FieldTable, ignored_header
 from paceline.server.api.openai_requests import ParsedBody, check_caller
+from paceline.server.api.pooled_forms import PooledForm, pooled_forms
+from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.generate.generation import Delta, Generation
 from paceline.server.generate.prompt_size import check_blend
@@ -224,3 +226,33 @@ class GenerationRoute:
         finally:
             generation.close()
         return Answer(body=answer, headers=generation.headers(own))
+
+
+class PooledRoute(GenerationRoute):
+    """The route of a form."""
+
+    def __init__(self, service: Service, form: PooledForm) -> None:
+        super().__init__(service, form.table)
+        self._form = form
+
+    async def answer(self, call: Call) -> Answer | Events:
+        self._form.check()
+        return await super().answer(call)
+
+    def parse(self, given: Mapping[str, Any]) -> ParsedBody:
+        return self._form.parse(given, self.service.facts, strict=self.service.settings.strict_fields)
+
+    def whole(
+        self, call: Call, body: ParsedBody, generation: Generation, outputs: list[RequestOutput]
+    ) -> Any:
+        return self._form.shape(body, outputs, generation.usage)
+
+
+def pooled_routes(service: Service) -> list[Route]:
+    forms = pooled_forms(service.model.pooled, service.settings.limits)
+    return [
+        described(
+            "POST", path, PooledRoute(service, form).answer, form.summary, form.table, is_generation=True
+        )
+        for path, form in forms.items()
+    ]

@@ -9,6 +9,7 @@ from paceline.server.api.anthropic import anthropic_routes
 from paceline.server.api.batch_routes import disabled_routes
 from paceline.server.api.context_routes import context_routes
 from paceline.server.api.fleet_routes import fleet_routes
+from paceline.server.api.generation_route import pooled_routes
 from paceline.server.api.model_routes import (
     adapter_routes,
     model_routes,
@@ -18,7 +19,6 @@ from paceline.server.api.model_routes import (
 )
 from paceline.server.api.openai_fields import CHAT
 from paceline.server.api.openai_routes import openai_routes
-from paceline.server.api.pooled_routes import pooled_routes
 from paceline.server.api.request_routes import change_routes, estimate_routes, explain_routes, tree_routes
 from paceline.server.api.responses import responses_routes
 from paceline.server.api.route import Route
