@@ -347,6 +347,14 @@ class ProcessConfig:
     max_unsent_bytes: int = option(
         64 << 20, "most bytes that may wait for the engine to read them", low=1 << 16
     )
+    kv_events: str | None = option(
+        None,
+        "publish which prefixes are cached, with their token ids, in vLLM's form at this ZeroMQ endpoint, such as "
+        "tcp://*:5557; of several engines each has the next port",
+    )
+    kv_events_replay: str | None = option(
+        None, "where subscribers ask for batches that they missed, such as tcp://*:5558"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

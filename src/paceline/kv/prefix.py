@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -110,8 +110,10 @@ class PrefixCache:
         changed, news = self._changed, PrefixNews([], [])
         if most is None or most >= len(changed):
             told, self._changed = list(changed.items()), {}
-        else:  # from the end, where a dictionary is quick
-            told = [changed.popitem() for _ in range(most)]
+        else:  # in order: a block's parent before it
+            told = list(islice(changed.items(), most))
+            for name, _ in told:
+                del changed[name]
         for name, is_stored in told:
             news[not is_stored].append(name)
         return news

@@ -39,6 +39,7 @@ from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.client import EngineInfo
 from paceline.process.engine_service import EngineService, LogQueue, set_up_logs
 from paceline.process.fingerprint import fingerprint_of
+from paceline.process.kv_events import KVEventPublisher
 
 FIRST_FRAME_S = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -65,6 +66,7 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
         with loading_beats(channel, configure.heartbeat_s, logs) as note:
             models, infos, market = _load(configure, note)
             conductor = _conductor(configure, models, infos, market)
+            publisher = _publisher(configure, models)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
@@ -75,7 +77,9 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     for number, info in enumerate(infos):
         _send(channel, frames.Ready(info), number)
-    code = EngineService(models, conductor, market, channel, configure, logs).run()
+    code = EngineService(models, conductor, market, channel, configure, logs, publisher).run()
+    if publisher is not None:
+        publisher.close()
     for loaded in models:
         with suppress(Exception):  # every request has been answered; what is left is the rest of a log
             loaded.engine.close()
@@ -109,6 +113,15 @@ def _load(
         more = notices_of(blending, is_wanted=model.context_reuse == "blend")
         infos.append(replace(info, blending=blending, notices=(*info.notices, *more)))
     return models, infos, slab_market(models, _shares(configure), memory)
+
+
+def _publisher(configure: frames.Configure, models: Sequence[LoadedModel]) -> KVEventPublisher | None:
+    """Raises ConfigError."""
+    if configure.kv_events is None:
+        return None
+    if len(models) > 1:
+        raise ConfigError("--kv-events is for one model: routers outside could not tell several apart")
+    return KVEventPublisher(configure.kv_events, models[0].config.kv.block_size)
 
 
 def _end_at_once(reason: str) -> None:

@@ -29,6 +29,7 @@ from paceline.kv.slabs import SlabMarket
 from paceline.process import frames
 from paceline.process.channel import Channel, ChannelClosed
 from paceline.process.frames import rejected_with
+from paceline.process.kv_events import KVEventPublisher
 from paceline.process.model_service import ModelService
 
 # Log records of this process on their way to the HTTP process, which writes all logs in one format.
@@ -136,6 +137,7 @@ class EngineService:
         channel: Channel,
         configure: frames.Configure,
         logs: LogQueue,
+        publisher: KVEventPublisher | None = None,
     ) -> None:
         self._logs = logs
         self._channel = channel
@@ -144,6 +146,8 @@ class EngineService:
             ModelService(loaded, configure, seat, (lambda: 0) if index else (lambda: channel.rejects.total))
             for index, (loaded, seat) in enumerate(zip(models, conductor.seats, strict=True))
         ]
+        if publisher is not None:
+            self._models[0].publish_to(publisher)
         self._waking: dict[int, Waking] = {}
         self._leaving: dict[int, Leaving] = {}
         # Model and question of operators who wait for it to leave.

@@ -44,7 +44,7 @@ class FleetProcess:
         self.on_lost: Callable[[str], None] | None = None
         for number, engine in enumerate(self.engines):
             engine.on_lost = partial(self._engine_lost, number)
-            engine.fleet_key = self.client.prefixes.key
+            engine.fleet_key, engine.rank = self.client.prefixes.key, number
             member = self.client.members[number]
             member.pid, member.num_restarts = partial(_pid_of, engine), partial(_restarts_of, engine)
 

@@ -131,6 +131,14 @@ class FurtherModel(msgspec.Struct, array_like=True, frozen=True):
     share: ModelShare
 
 
+class KVEventPlaces(msgspec.Struct, array_like=True, frozen=True):
+    """Where an engine publishes what it has cached."""
+
+    endpoint: str
+    replay: str | None
+    rank: Count = 0  # its number in the fleet
+
+
 class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
     """The first frame: which models to load, and how often to send a heartbeat."""
 
@@ -144,6 +152,7 @@ class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
     memory_bytes: int | None = None  # of models that are awake at a time
     # Names of prefixes are made with it, and told; b"": a single engine, whose names are nobody's business.
     fleet_key: bytes = b""
+    kv_events: KVEventPlaces | None = None
 
 
 class ForModel(msgspec.Struct, tag="model", array_like=True, frozen=True):

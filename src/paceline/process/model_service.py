@@ -38,6 +38,7 @@ from paceline.kv.prefix import PrefixCache
 from paceline.process import frames
 from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
+from paceline.process.kv_events import KVEventPublisher
 from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
 from paceline.routing.prefix_map import KEY_BYTES
@@ -103,10 +104,11 @@ class ModelService:
         self._pixels_of, self._pixels = 0, bytearray()  # of a request that is on its way
         self._keys_ahead = KeysAhead[frames.Add, frames.ToModel]()
         self._answers: deque[frames.Answer | frames.PrefixNews] = deque()
-        self._told_cache: PrefixCache | None = None  # of a fleet's engine
+        self._told_cache: PrefixCache | None = None  # where changes of it are told
+        self._is_in_fleet = bool(configure.fleet_key)
+        self._publisher: KVEventPublisher | None = None
         if configure.fleet_key:
-            self._told_cache = told_cache_of(engine.scheduler)
-            self._told_cache.take_news(0)  # it keeps note from now on
+            self._note_changes()
             key = engine.use_prefix_key(configure.fleet_key)
             if key != configure.fleet_key:
                 self._answers.append(frames.PrefixNews(key=key))
@@ -228,12 +230,25 @@ class ModelService:
 
     def note_prefixes(self) -> None:
         """Once a turn: what has changed of the cached prefixes, a bounded part of it. The rest stays noted."""
-        if self._told_cache is None or not self._told_cache.has_news or self._answers:
+        cache = self._told_cache
+        if cache is None or not cache.has_news or self._answers:
             return
-        columns = [
-            b"".join([name[:KEY_BYTES] for name in names]) for names in self._told_cache.take_news(MOST_NEWS)
-        ]
-        self._answers.append(frames.PrefixNews(*columns))
+        news = cache.take_news(MOST_NEWS)
+        if self._publisher is not None:
+            blocks = [cache.by_name[name] for name in news.stored]
+            self._publisher.publish(news.evicted, [cache.key_of(block) for block in blocks])
+        if self._is_in_fleet:
+            columns = [b"".join([name[:KEY_BYTES] for name in names]) for names in news]
+            self._answers.append(frames.PrefixNews(*columns))
+
+    def publish_to(self, publisher: KVEventPublisher) -> None:
+        """From now on, what is stored and evicted."""
+        self._publisher = publisher
+        self._note_changes()
+
+    def _note_changes(self) -> None:
+        self._told_cache = told_cache_of(self.engine.scheduler)
+        self._told_cache.take_news(0)
 
     @property
     def has_answers(self) -> bool:

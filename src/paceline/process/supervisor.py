@@ -159,6 +159,7 @@ class EngineProcess:
         numbers = numbers or Numbers()
         self._place = place
         self.fleet_key = b""  # of prefixes' names; b"": it is no fleet's
+        self.rank = 0  # its number in the fleet
         self.clients = [AsyncEngine(config, number, numbers) for number in range(len(self._models.entries))]
         self.client = self.clients[0]
         self._first = first
@@ -313,6 +314,9 @@ class EngineProcess:
             [frames.FurtherModel(each.model, dict(each.given), each.share) for each in others],
             self._models.memory_bytes,
             self.fleet_key,
+            frames.KVEventPlaces(config.kv_events, config.kv_events_replay, self.rank)
+            if config.kv_events
+            else None,
         )
         link.send(frames.encode(configure))
         return Life(child, link, time.monotonic())
