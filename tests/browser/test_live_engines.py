@@ -61,6 +61,14 @@ def test_a_failover_is_seen_and_each_engine_has_its_page(server: ClientServer, v
                 "#engine-note", has_text="2 requests went on from engine 1 to engine 0"
             ).wait_for()
             view.wait("stage.rows.size === 4")
+            moved = view.page.locator("#lane-list button", has_text=" · ")
+            assert moved.count() == 4, "requests keep their names where they go on"
+            assert [text[0] for text in sorted(moved.all_inner_texts())] == ["1", "2", "3", "4"]
+            moved.filter(has_text="2 · ").click()
+            view.page.locator("#drawer-story", has_text="went on in engine 0").wait_for()
+            view.page.locator("#drawer-falls", has_text="decode").wait_for()
+            assert view.page.locator("#lane-list button.open").inner_text().startswith("2 · ")
+            view.page.locator("#drawer-close").click()
             view.shoot("engines-failover")
             wait_for(view, 0, "4 of ")
             wait_for(view, 1, "ready", "0 of ", "restarted once")

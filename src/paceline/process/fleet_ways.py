@@ -14,6 +14,7 @@ from paceline.routing.view import NOBODY, Choice
 MOST_KNOWN = 8192  # requests
 MOST_BRANCHES = 256  # that a request may have
 MOST_PASSAGES = 64
+MOST_MOVED = 1024
 TOGETHER_S = 1.0  # requests that go the same way within this time are one passage
 
 
@@ -58,6 +59,10 @@ class Ways:
 
     def __init__(self) -> None:
         self.passages: deque[Passage] = deque(maxlen=MOST_PASSAGES)  # the newest
+        self.moved: deque[tuple[int, int]] = deque(
+            maxlen=MOST_MOVED
+        )  # the newest: number, and the one it has now
+        self.num_moved = 0  # since the start
         self._ways: OrderedDict[int, Way] = OrderedDict()
 
     def of(self, number: int) -> Way | None:
@@ -77,6 +82,8 @@ class Ways:
         way = self._enter(Way(first, choice.engine, inner, count))
         if way.notes and way.notes[-1].kind is DecisionKind.FAILOVER:
             self._passed(way.engine, choice.engine, way.notes[-1].value, now_s)
+            self.moved.append((first, inner))
+            self.num_moved += 1
         way.engine, way.inner = choice.engine, inner
         against = ""
         if choice.against != NOBODY and choice.cost_s:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from paceline.process.client import EngineStats
 from paceline.process.frames import Update
-from paceline.server.live.engines import engines_of, fleet_values
+from paceline.server.access.caller import Caller
+from paceline.server.generate.requests import RecentRequests
+from paceline.server.live.engines import engines_of, fleet_values, moved_names, num_moved
 from paceline.server.live.feed import WatchedModel, feed_of, feeds_of
 from paceline.server.metrics.families import Families
 from paceline.server.metrics.prometheus_page import fleet_families
@@ -98,5 +101,25 @@ def test_metrics_say_of_each_engine_whether_it_takes_requests_and_what_it_has_ma
             "fleet_engine_restarts_total": (0, 2),
         }.items():
             assert (samples[name, "0"], samples[name, "1"]) == values, name
+
+    run(test())
+
+
+def test_a_request_keeps_its_name_under_the_number_it_has_in_another_engine() -> None:
+    async def test() -> None:
+        fleet, (one, other) = fleet_of(2)
+        recent = RecentRequests()
+        stream = fleet.submit(PROMPT, replace(SAMPLING, n=2), tenant="a")
+        recent.note("its-id", Caller(), (stream.first, stream.first + 1))
+        assert moved_names(fleet, recent, num_moved(fleet)) == []
+        one.die()
+        reader = asyncio.create_task(stream.take())
+        await asyncio.sleep(0.01)
+        (add,) = other.adds
+        assert add.first != stream.first and num_moved(fleet) == 1
+        named = ((add.first, add.first + 1), "its-id", "", stream.first)
+        assert moved_names(fleet, recent, 1) == [named] and moved_names(fleet, recent, 0) == []
+        assert num_moved(IdleClient()) == 0 and moved_names(IdleClient(), recent, 1) == []
+        reader.cancel()
 
     run(test())

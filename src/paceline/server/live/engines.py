@@ -10,7 +10,9 @@ from typing import Any
 from paceline.process.client import EngineClient
 from paceline.process.fleet import Fleet
 from paceline.server.api.fleet_routes import engine_values
+from paceline.server.generate.requests import MOST_REQUESTS, RecentRequests
 
+MovedName = tuple[tuple[int, ...], str, str, int]
 SHOWN_S = 60.0  # that a failover is told
 
 
@@ -30,6 +32,23 @@ def fleet_values(client: EngineClient) -> dict[str, Any]:
             for each in passages
         ],
     }
+
+
+def num_moved(client: EngineClient) -> int:
+    """Requests that went on in another engine since the start."""
+    return client.ways.num_moved if isinstance(client, Fleet) else 0
+
+
+def moved_names(client: EngineClient, recent: RecentRequests, count: int) -> list[MovedName]:
+    """Of the newest that did: the numbers they have there, what they are called, and the number they came with."""
+    if not isinstance(client, Fleet) or not count:
+        return []
+    known = {each.numbers[0]: each for each in recent.newest(MOST_REQUESTS) if each.numbers}
+    moved = [(known[first], first, inner) for first, inner in client.ways.moved if first in known]
+    return [
+        (tuple(number + inner - first for number in each.numbers), each.id, each.words, first)
+        for each, first, inner in moved[-count:]
+    ]
 
 
 def engines_of(client: EngineClient) -> Sequence[EngineClient]:

@@ -27,7 +27,7 @@ from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnknownModel, openai_error_frame
 from paceline.server.generate.requests import RecentRequests
-from paceline.server.live.engines import engines_of, fleet_values
+from paceline.server.live.engines import MovedName, engines_of, fleet_values, moved_names, num_moved
 from paceline.server.logs import log
 from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
@@ -124,6 +124,7 @@ class Feed:
         self._task: asyncio.Task[None] | None = None
         self._number = 0
         self._num_named = 0  # of the requests that `recent` knows
+        self._num_moved = 0  # of those that went on in another engine
         self._num_steps = -1  # as of the last snapshot
 
     def start(self) -> None:
@@ -207,18 +208,25 @@ class Feed:
         shared = sharing(self.models, self._client) | fleet_values(self._fleet)
         return b"data: %b\n\n" % message(self._number, self._requests, seen, self._new_names(), shared)
 
-    def _new_names(self) -> list[Named]:
-        """Requests that came since the last message."""
+    def _new_names(self) -> list[Named | MovedName]:
+        """Requests that came, or went on in another engine, since the last message."""
         if self.recent is None:
             return []
+        moved, self._num_moved = num_moved(self._fleet) - self._num_moved, num_moved(self._fleet)
         count = self.recent.num_noted - self._num_named
         self._num_named = self.recent.num_noted
-        return _names(self.recent, min(count, MOST_NAMES))
+        return [
+            *_names(self.recent, min(count, MOST_NAMES)),
+            *moved_names(self._fleet, self.recent, min(moved, MOST_NAMES)),
+        ]
 
     def _past_frames(self) -> list[bytes]:
         """What a page begins with: names, how many messages of the past follow, and these."""
         past = self.past.messages()
-        names = [] if self.recent is None else _names(self.recent, MOST_NAMES)
+        names: list[Named | MovedName] = []
+        if self.recent is not None:
+            moved = moved_names(self._fleet, self.recent, MOST_NAMES)
+            names = [*_names(self.recent, MOST_NAMES), *moved]
         return [b"data: %b\n\n" % msgspec.json.encode({"names": names, "past": len(past)}), *past]
 
     def _send(self, message: bytes | None) -> None:
@@ -306,7 +314,7 @@ def message(
     number: int,
     requests: RequestFamilies,
     seen: bytes,
-    names: list[Named] | None = None,
+    names: Sequence[Named | MovedName] | None = None,
     shared: dict[str, Any] | None = None,
 ) -> bytes:
     """One message: its number, what is known of requests, new names of them, and what was seen of the engine."""

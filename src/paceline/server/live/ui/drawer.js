@@ -62,10 +62,15 @@ export class Drawer {
     }
   }
 
+  // In the engine that is shown, under whatever numbers it was there.
+  wayOf(request) {
+    return this.names.numbersOf(request).flatMap((number) => this.stage.wayOf(number));
+  }
+
   // The decisions about each branch; until the engine tells them, as far as the lanes show them.
   branches() {
     if (this.explained) return this.explained.branches;
-    const first = this.stage.wayOf(this.request)[0];
+    const first = this.wayOf(this.request)[0];
     return first ? [{ number: this.request, decisions: [{ kind: "admit", time_s: first.from, seconds: 0 }] }] : [];
   }
 
@@ -88,7 +93,7 @@ export class Drawer {
     this.entitle();
     if (!this.stage.snapshot) return;
     const now = this.stage.snapshot.time_s;
-    const found = this.branches().flatMap((branch) => phases(branch.decisions, this.stage.wayOf(branch.number), now));
+    const found = this.branches().flatMap((branch) => phases(branch.decisions, this.wayOf(branch.number), now));
     if (!found.length) return;
     const from = Math.min(...found.map((phase) => phase.from)), to = Math.max(from + 1e-3, ...found.map((phase) => phase.to));
     this.falls.replaceChildren(

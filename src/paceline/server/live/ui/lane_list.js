@@ -58,7 +58,7 @@ export class LaneList {
       entry.dataset.request = seen?.request ?? "";
     }
     if (entry.dataset.state !== state) entry.dataset.state = state;
-    const isOpen = Boolean(seen) && seen.request === open;
+    const isOpen = Boolean(seen) && this.names.firstOf(seen.request) === open;
     if (isOpen !== entry.classList.contains("open")) entry.classList.toggle("open", isOpen);
   }
 

@@ -30,7 +30,7 @@ const drawer = new Drawer(byId("drawer"), stage, names, {
   onStory: opened,
   onClose: () => setHash(""),
 });
-const pick = (request) => setHash(`#request=${request}`);
+const pick = (request) => setHash(`#request=${names.firstOf(request)}`);
 const gutterOf = (width) => (width > 700 ? 190 : 104);
 const lanes = new Lanes(byId("lanes"), stage, pick, gutterOf), list = new LaneList(byId("lane-list"), lanes, stage, names, pick);
 const queue = new Queue(byId("queue"), byId("queue-note"), stage, names, pick);
@@ -214,7 +214,7 @@ function setHash(hash) {
 // The story of a request is known, and with it the number of its first branch: its lane is scrolled to.
 function opened(request) {
   player?.reach();
-  const row = stage.laneOf(request);
+  const row = names.numbersOf(request).map((number) => stage.laneOf(number)).findLast((each) => each !== undefined);
   if (row !== undefined && lanes.lanes) lanes.reveal(row);
   list.reach(row ?? -1);
 }

@@ -5,16 +5,34 @@ const OWN = 2 ** 40; // the first number of what the engine computes itself, for
 
 export class Names {
   constructor() {
-    this.known = new Map(); // number -> { id, words }
+    this.known = new Map(); // number -> { id, words, first }
+    this.later = new Map(); // first -> the numbers a request had in further engines
   }
 
-  // As messages bring them: the numbers of a request's branches, its id, the first words of its prompt.
+  // As messages bring them: the numbers of a request's branches, its id, the first words of its prompt; of one that went on
+  // in another engine, where it has other numbers, the first one that it came with.
   add(named) {
-    for (const [numbers, id, words] of named) for (const number of numbers) this.known.set(number, { id, words });
+    for (const [numbers, id, words, first] of named) {
+      numbers.forEach((number) => {
+        const own = first === undefined ? number : number - numbers[0] + first;
+        this.known.set(number, { id, words, first: own });
+        if (own !== number) this.later.set(own, [...new Set([...(this.later.get(own) ?? []), number])]);
+      });
+    }
+    for (const first of this.later.keys()) if (this.later.size > MOST) this.later.delete(first);
     for (const number of this.known.keys()) {
       if (this.known.size <= MOST) return;
       this.known.delete(number);
     }
+  }
+
+  // The number a request came with, and all that it has had.
+  firstOf(number) {
+    return this.known.get(number)?.first ?? number;
+  }
+
+  numbersOf(first) {
+    return [first, ...(this.later.get(first) ?? [])];
   }
 
   // The same in no more characters than there is room for.
@@ -25,7 +43,7 @@ export class Names {
 
   // Its number, and what tells it from others; a tenant where there are several.
   label(request, tenant = "") {
-    const { id = "", words = "" } = this.known.get(request) ?? {}, name = request < OWN ? request : `context ${request - OWN + 1}`;
+    const { id = "", words = "" } = this.known.get(request) ?? {}, name = request < OWN ? this.firstOf(request) : `context ${request - OWN + 1}`;
     return [name, tenant, words || id.slice(0, SHORT)].filter((part) => part !== "").join(" · ");
   }
 }
