@@ -167,11 +167,11 @@ def test_smollm2_on_three_ranks() -> None:
     assert SMOLLM2 is not None
     checkpoint = open_checkpoint(SMOLLM2)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    prompts = tuple(tuple(tokenizer.encode(text)) for text in ENGLISH[:10])
+    prompts = tuple(tuple(tokenizer.encode(text)) for text in ENGLISH[:5])
     decoder = build_decoder(checkpoint, 256, DenseStorage())
     whole = record(decoder, prompts, PLAIN, num_new=NUM_NEW)
     ranks = Ranks(checkpoint, 3, 256)
     plain = ranked(ranks, PLAIN, prompts)
-    assert check_near(whole, plain) > 50
+    assert check_near(whole, plain) > 25
     for around in (OTHER[0], OTHER[2]):
         assert differences(plain, ranked(ranks, around, prompts)) == []

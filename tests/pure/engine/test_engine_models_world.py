@@ -31,7 +31,7 @@ TURNS = 400
 FLOOR, HOME = 4, 3  # slabs
 LONGEST = 56  # tokens; they fit into a floor
 COSTS = PreemptionCosts(token_s=1e-2, block_s=1e-4, disk_block_s=1e-3, disk_write_s=1e-3)
-LONG = pytest.param(range(100, 160), TURNS, 10, marks=pytest.mark.campaign)
+LONG = pytest.param(range(100, 130), TURNS, 3, marks=pytest.mark.campaign)
 
 
 class World:
