@@ -19,6 +19,7 @@ from paceline.cli.contexts import CONTEXTS
 from paceline.cli.demo.run import DEMO
 from paceline.cli.doctor import DOCTOR
 from paceline.cli.embed import EMBED
+from paceline.cli.engine import ENGINE
 from paceline.cli.keys import KEYS
 from paceline.cli.models import MODELS, TRAIN_HEAD, WARM
 from paceline.cli.run import RUN
@@ -39,7 +40,7 @@ PACELINE = CommandGroup(
     help="An LLM inference engine built around continuous batching.",
     version=f"paceline {__version__}",
     headings={
-        "Serve and talk": (SERVE, CHAT, RUN, RUN_BATCH, EMBED, CONTEXTS),
+        "Serve and talk": (SERVE, ENGINE, CHAT, RUN, RUN_BATCH, EMBED, CONTEXTS),
         "Models": (*MODELS, TRAIN_HEAD),
         "Measure": (DEMO, BENCH),
         "Simulate": (SIM, TUNE, REPLAY),

@@ -291,11 +291,18 @@ class FleetConfig(CheckedOptions):
 
     PANEL: ClassVar = "Several engines"
 
-    replicas: int = option(
-        1,
-        "engines of the model, each in its own process; cores and GPUs are dealt out",
+    replicas: int | None = option(
+        None,
+        "engines of the model on this machine, each in its own process; cores and GPUs are dealt out",
         low=1,
         high=64,
+        default_text="1; none with --engines",
+    )
+    engines: str | None = option(
+        None,
+        "engines elsewhere, started by paceline engine: HOST:PORT, paths of sockets, or dns:NAME:PORT for every "
+        "address of a name; commas for several",
+        metavar="ADDRESS",
     )
     router: str = option(
         "soonest",
@@ -310,6 +317,12 @@ class FleetConfig(CheckedOptions):
     engine_wait_s: float = option(
         10.0, "seconds that a request waits for an engine when all are lost", low=0.0, high=3600.0
     )
+
+    @property
+    def num_local(self) -> int:
+        if self.replicas is None:
+            return 0 if self.engines else 1
+        return self.replicas
 
 
 # Options of the engine's process: heartbeats, restarts, and the bounds of what travels between the processes.

@@ -215,6 +215,10 @@ class Engine:
         """The prefix keys of a plain prompt, some at a time: all that another thread than the engine's may ask for."""
         return keys_in_parts(self._hooks, tokens, tenant, adapter)
 
+    @property
+    def next_id(self) -> int:
+        return self._next_id
+
     def number_from(self, first_id: RequestId) -> None:
         """The next request is to have this id, and its branches those that follow; ids only go up."""
         if first_id < self._next_id:

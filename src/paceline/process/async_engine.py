@@ -55,8 +55,7 @@ class AsyncEngine:
     def __init__(self, config: ProcessConfig, number: int = 0, numbers: Numbers | None = None) -> None:
         """`number`: which of the models of the process it is; `numbers`: of their requests."""
         self.rejects = Rejects()
-        # Of its cache; None: an engine starts with an empty one.
-        self.on_prefixes: Callable[[frames.PrefixNews | None], None] = lambda news: None
+        self.on_prefixes: Callable[[frames.PrefixNews | None], None] = lambda news: None  # None: all are gone
         self._number = number
         self._config = config
         self._state = EngineState.STARTING
@@ -78,6 +77,7 @@ class AsyncEngine:
         self._numbers = numbers or Numbers()
         self._heartbeat_s = time.monotonic()
         self._is_draining = False
+        self.clock: Callable[[], float | None] = time.monotonic  # that the engine reads too
 
     # -- EngineClient --------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class AsyncEngine:
         """An engine has come up with the adapters of the start; one in the place of another gets the rest too."""
         if self._info is None:
             self._adapters = {info.name: info for info in first}
-            self._next_adapter = len(first) + 1
+            self._next_adapter = max((info.number for info in first), default=0) + 1
             return
         now = {info.number: info for info in first}
         for number in now.keys() - {info.number for info in self._adapters.values()}:
@@ -346,7 +346,7 @@ class AsyncEngine:
             priority=service_level.priority,
             left_s=timeout_s,
             service_class=service_level.service_class,
-            sent_s=time.monotonic(),
+            sent_s=self.clock(),
             **({"age_s": 0.0} | more),
         )
         payload = frames.encode(add)

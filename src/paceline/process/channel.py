@@ -8,9 +8,9 @@ take, and leaves waiting to the caller. Knows nothing of what a payload means.
 from __future__ import annotations
 
 import select
-import socket
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 HEADER = struct.Struct("<2sHII")  # magic, client, incarnation, bytes of payload
 MAGIC = b"PL"
@@ -101,10 +101,24 @@ class FrameReader:
         return True
 
 
+class Socket(Protocol):
+    """What a channel needs of one; see `remote.tls` for another kind than the system's."""
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def fileno(self) -> int: ...
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class Channel:
     """The engine's end of the socket."""
 
-    def __init__(self, sock: socket.socket, max_frame_bytes: int) -> None:
+    def __init__(self, sock: Socket, max_frame_bytes: int) -> None:
         sock.setblocking(False)
         self.rejects = Rejects()
         self._sock = sock
@@ -137,6 +151,11 @@ class Channel:
         wanted = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
         self._poll.modify(self._sock, wanted)
         self._poll.poll(seconds * 1000)
+
+    @property
+    def was_spoken_to(self) -> bool:
+        """Whether a header has come: who sent it reads frames."""
+        return self._reader.incarnation is not None
 
     @property
     def is_free(self) -> bool:

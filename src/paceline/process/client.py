@@ -38,6 +38,9 @@ class EngineUnavailable(PacelineError):
         self.code = code
 
 
+DRAINED = "engine_drained"  # the code of an error that only streams of a fleet see
+
+
 class EngineState(Enum):
     STARTING = "starting"
     READY = "ready"

@@ -49,7 +49,8 @@ _logger = logging.getLogger("paceline")
 
 def main() -> int:
     """Returns the exit code of the process."""
-    _prepare_process()
+    prepare_process()
+    _die_with_parent()
     logs = set_up_logs()
     channel = Channel(_take_socket(), ProcessConfig().max_frame_bytes)
     try:
@@ -64,9 +65,7 @@ def main() -> int:
 def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int:
     try:
         with loading_beats(channel, configure.heartbeat_s, logs) as note:
-            models, infos, market = _load(configure, note)
-            conductor = _conductor(configure, models, infos, market)
-            publisher = _publisher(configure, models)
+            models, infos, service = make_service(configure, note, logs)
     except PacelineError as error:
         return _say_failure(channel, str(error), error.exit_code)
     except Exception as error:
@@ -76,14 +75,28 @@ def _serve(channel: Channel, configure: frames.Configure, logs: LogQueue) -> int
     gc.collect()
     gc.freeze()  # what loading made stays: no collection need ever look at it again
     for number, info in enumerate(infos):
-        _send(channel, frames.Ready(info), number)
-    code = EngineService(models, conductor, market, channel, configure, logs, publisher).run()
-    if publisher is not None:
-        publisher.close()
+        send_whole(channel, frames.Ready(info), number)
+    code = service.run(channel)
+    if service.publisher is not None:
+        service.publisher.close()
+    close_all(models)
+    return code
+
+
+def make_service(
+    configure: frames.Configure, note: LoadProgress, logs: LogQueue
+) -> tuple[list[LoadedModel], list[EngineInfo], EngineService]:
+    """Load everything that is to be served."""
+    models, infos, market = _load(configure, note)
+    conductor = _conductor(configure, models, infos, market)
+    publisher = _publisher(configure, models)
+    return models, infos, EngineService(models, conductor, market, configure, logs, publisher)
+
+
+def close_all(models: Sequence[LoadedModel]) -> None:
     for loaded in models:
         with suppress(Exception):  # every request has been answered; what is left is the rest of a log
             loaded.engine.close()
-    return code
 
 
 def _load(
@@ -193,17 +206,20 @@ def loading_beats(channel: Channel, every_s: float, logs: LogQueue) -> Iterator[
         thread.join()
 
 
-def _prepare_process() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def prepare_process() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # stacks of all threads, even of one that hangs in native code
-    # Die with the parent: the end of the socket tells too, but a step that hangs would never look at it.
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The memory of an engine is large and full of what people wrote: it is not for the disk, and writing it would
     # keep the process, and every client that waits for it, for many seconds.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _die_with_parent() -> None:
+    """In its own time: the end of the socket tells, but a step that hangs would never look at it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _take_socket() -> socket.socket:
@@ -227,11 +243,11 @@ def _first_frame(channel: Channel) -> frames.Configure | None:
 
 
 def _say_failure(channel: Channel, message: str, exit_code: int) -> int:
-    _send(channel, frames.LoadFailure(" ".join(message.split())[:1024], exit_code))
+    send_whole(channel, frames.LoadFailure(" ".join(message.split())[:1024], exit_code))
     return exit_code
 
 
-def _send(channel: Channel, message: frames.FromEngine, model: int = 0) -> None:
+def send_whole(channel: Channel, message: frames.FromEngine, model: int = 0) -> None:
     """Send one frame, whatever waits before it."""
     until_s = time.monotonic() + FIRST_FRAME_S
     while not channel.is_free and time.monotonic() < until_s:

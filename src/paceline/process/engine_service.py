@@ -127,25 +127,25 @@ class Leaving(threading.Thread):
 
 
 class EngineService:
-    """Serves the models of one process over one channel."""
+    """Serves the models of one process over one channel, or over one after the other."""
 
     def __init__(
         self,
         models: Sequence[LoadedModel],
         conductor: Conductor,
         market: SlabMarket | None,
-        channel: Channel,
         configure: frames.Configure,
         logs: LogQueue,
         publisher: KVEventPublisher | None = None,
     ) -> None:
         self._logs = logs
-        self._channel = channel
+        self._channel: Channel  # to the front there is
         self._conductor = conductor
         self._models = [
-            ModelService(loaded, configure, seat, (lambda: 0) if index else (lambda: channel.rejects.total))
+            ModelService(loaded, configure, seat, (lambda: 0) if index else self._num_rejects)
             for index, (loaded, seat) in enumerate(zip(models, conductor.seats, strict=True))
         ]
+        self.publisher = publisher
         if publisher is not None:
             self._models[0].publish_to(publisher)
         self._waking: dict[int, Waking] = {}
@@ -162,24 +162,18 @@ class EngineService:
         self._next_heartbeat_s = 0.0
         for loaded in models:
             loaded.pulse.on_beat = self._send_heartbeat
-        self._stopping = False
+        self._has_begun = self._stopping = False
+        self._last: frames.Leaving | None = None  # to be told at the end
 
-    def run(self) -> int:
+    def run(self, channel: Channel) -> int:
         """Serve until a Stop frame comes or the socket ends; returns the exit code of the process."""
+        self._channel = channel
         try:
-            # There may not be room for all of them at the start.
-            seats = enumerate(self._conductor.seats)
-            sleepers = [index for index, seat in seats if seat.standing is Standing.ASLEEP]
-            for index in sleepers:
-                self._put_to_sleep(SleepOrder(index, self._conductor.seats[index].level))
-            if self._trade is not None:
-                for leaving in self._leaving.values():
-                    leaving.join()
-                self._rest_and_wake()
-                self._trade.begin()
+            if not self._has_begun:
+                self._begin()
             while not self._stopping:
                 self._turn()
-            self._flush_and_close()
+            self._flush_and_close(self._last)
             return 0
         except ChannelClosed:  # the HTTP process is gone
             self._abort_all()
@@ -190,6 +184,33 @@ class EngineService:
                 model.deliver_rest()
             self._flush_and_close(frames.Failed(_one_line(error)))
             return 70
+
+    def _begin(self) -> None:
+        """There may not be room for all models at the start."""
+        self._has_begun = True
+        seats = enumerate(self._conductor.seats)
+        sleepers = [index for index, seat in seats if seat.standing is Standing.ASLEEP]
+        for index in sleepers:
+            self._put_to_sleep(SleepOrder(index, self._conductor.seats[index].level))
+        if self._trade is not None:
+            for leaving in self._leaving.values():
+                leaving.join()
+            self._rest_and_wake()
+            self._trade.begin()
+
+    def meet(self, front: frames.Join) -> None:
+        """Another front comes, for the next `run`: nothing is left of what the last one asked for."""
+        self._heartbeat_s = front.heartbeat_s
+        self._stopping = self._last is not None
+        for model in self._models:
+            model.meet(front)
+
+    def leave(self) -> None:
+        """Tell the front, if there is one, to go on elsewhere, and end. May be called at any time."""
+        self._last, self._stopping = frames.Leaving(), True
+
+    def _num_rejects(self) -> int:
+        return self._channel.rejects.total
 
     def _turn(self) -> None:
         now_s = time.monotonic()
@@ -270,7 +291,9 @@ class EngineService:
                 model.next_report_s = 0.0
         elif isinstance(message, frames.Stop):
             self._stopping = True
-        elif isinstance(message, frames.Configure | frames.ForModel) or number >= len(self._models):
+        elif isinstance(message, frames.Configure | frames.Join | frames.ForModel) or number >= len(
+            self._models
+        ):
             self._channel.rejects.undecodable += 1  # a second configuration, or about no model
         elif isinstance(message, frames.Rest):
             self._rest(number, message)
@@ -392,7 +415,7 @@ class EngineService:
         for model in self._models:
             model.abort_all()
 
-    def _flush_and_close(self, last: frames.Failed | None = None) -> None:
+    def _flush_and_close(self, last: frames.Failed | frames.Leaving | None = None) -> None:
         """Let the last frames leave, for a moment."""
         until_s = time.monotonic() + FLUSH_S
         try:

@@ -28,6 +28,7 @@ from paceline.core.stretch import PLAIN, ModulePart, PromptParts
 from paceline.errors import InvalidRequest, InvalidTransition, PacelineError, QueueFull, UnknownAdapter
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import (
+    DRAINED,
     EngineInfo,
     EngineState,
     EngineStats,
@@ -50,7 +51,6 @@ _logger = logging.getLogger("paceline")
 USUAL_PER_S = 1000.0  # prompt tokens, as long as no engine knows better
 LOOK_S = 0.02  # from one look for an engine to the next; longer where many look
 LONGEST_LOOK_S = 0.5
-DRAINED = "engine_drained"  # the code of an error that only streams see
 _SEEN = {
     EngineState.STARTING: Seen.STARTING,
     EngineState.READY: Seen.READY,
@@ -66,8 +66,9 @@ class Member:
 
     number: int
     engine: AsyncEngine
-    pid: Callable[[], int | None] = lambda: None  # of its process, while there is one
+    pid: Callable[[], int | None] = lambda: None  # of its process, while there is one here
     num_restarts: Callable[[], int] = lambda: 0
+    address: str = ""  # where it is, if elsewhere
     is_draining: bool = False
     is_gone: bool = False  # it is not started again
     load: Gauges | None = None  # that the view has
@@ -87,10 +88,8 @@ class Fleet:
     """Engines behind one front."""
 
     def __init__(self, engines: Sequence[AsyncEngine], config: FleetConfig, numbers: Numbers) -> None:
-        self.members = [Member(number, engine) for number, engine in enumerate(engines)]
+        self.members: list[Member] = []
         self.view = FleetView(1)
-        for _ in engines:
-            self.view.attach(state=Seen.STARTING)
         self.routed: dict[str, int] = {}  # choices, by rule
         self.output_tokens: Counter[int] = Counter()  # told, by engine
         self.failovers: dict[str, int] = {"resumed": 0, "restarted": 0, "gave_up": 0}
@@ -100,14 +99,23 @@ class Fleet:
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
         self.ways = Ways()
         self.prefixes = FleetPrefixes(self.view.prefixes)
-        for number, engine in enumerate(engines):
-            engine.on_prefixes = partial(self.prefixes.told, number)
-        self._figures = Figures(len(engines))
+        self._figures = Figures()
         self._refused = RefusedPrompts()
         self._dial: DialSetting | None = None  # as they were set while serving
         self._policy: PolicyChange | None = None
+        self._weights: Mapping[str, float] = {}  # of tenants
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_stopping = False
+        for engine in engines:
+            self.attach(engine)
+
+    def attach(self, engine: AsyncEngine) -> Member:
+        """One engine more, under the next number."""
+        engine.set_weights(self._weights)
+        member = Member(self.view.attach(state=Seen.STARTING), engine)
+        engine.on_prefixes = partial(self.prefixes.told, member.number)
+        self.members.append(member)
+        return member
 
     # -- how it stands -------------------------------------------------------------------------------------
 
@@ -115,7 +123,8 @@ class Fleet:
     def state(self) -> EngineState:
         states = {member.engine.state for member in self.members}
         order = (EngineState.READY, EngineState.STUCK, EngineState.STARTING, EngineState.LOST)
-        return next((each for each in order if each in states), EngineState.STOPPED)
+        none = EngineState.STOPPED if states else EngineState.STARTING
+        return next((each for each in order if each in states), none)
 
     @property
     def waits_for_engine(self) -> bool:
@@ -124,8 +133,10 @@ class Fleet:
 
     @property
     def info(self) -> EngineInfo:
-        infos = [info for member in self.members if (info := member.info) is not None]
-        return joint_info(infos) if infos else self.members[0].engine.info  # which raises
+        infos = [info for member in self.members if (info := member.info) is not None and not member.is_gone]
+        if not infos:
+            raise EngineUnavailable("the model is being loaded", code="starting")
+        return joint_info(infos)
 
     @property
     def stats(self) -> EngineStats:
@@ -134,7 +145,8 @@ class Fleet:
     @property
     def heartbeat_age_s(self) -> float:
         ready = [member.engine for member in self.members if member.engine.state is EngineState.READY]
-        return max(each.heartbeat_age_s for each in ready or [self.members[0].engine])
+        first = [member.engine for member in self.members[:1]]
+        return max((each.heartbeat_age_s for each in ready or first), default=0.0)
 
     @property
     def num_open(self) -> int:
@@ -570,6 +582,7 @@ class Fleet:
             member.engine.unpin(tenant, name)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
         for member in self.members:
             member.engine.set_weights(weights)
 

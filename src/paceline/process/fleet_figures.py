@@ -54,13 +54,14 @@ class Totals:
 class Figures:
     """Of several engines, over their lives. They are added once for each report: requests ask for them."""
 
-    def __init__(self, count: int) -> None:
-        self._totals = [Totals() for _ in range(count)]
+    def __init__(self) -> None:
+        self._totals: list[Totals] = []
         self._told: list[EngineStats] = []
         self._joint = EngineStats()
 
     def of(self, told: list[EngineStats]) -> EngineStats:
-        if not self._told or any(map(is_not, told, self._told)):
+        self._totals += [Totals() for _ in told[len(self._totals) :]]
+        if len(told) != len(self._told) or any(map(is_not, told, self._told)):
             each = [totals.of(stats) for totals, stats in zip(self._totals, told, strict=True)]
             self._told, self._joint = told, joint_stats(each)
         return self._joint

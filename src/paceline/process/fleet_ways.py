@@ -59,9 +59,8 @@ class Ways:
 
     def __init__(self) -> None:
         self.passages: deque[Passage] = deque(maxlen=MOST_PASSAGES)  # the newest
-        self.moved: deque[tuple[int, int]] = deque(
-            maxlen=MOST_MOVED
-        )  # the newest: number, and the one it has now
+        # The newest: number, and the one it has now.
+        self.moved: deque[tuple[int, int]] = deque(maxlen=MOST_MOVED)
         self.num_moved = 0  # since the start
         self._ways: OrderedDict[int, Way] = OrderedDict()
 

@@ -155,6 +155,16 @@ class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
     kv_events: KVEventPlaces | None = None
 
 
+class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
+    """The first frame to an engine that listens: somebody wants to give it requests. It has its model already."""
+
+    protocol: str
+    heartbeat_s: Annotated[float, msgspec.Meta(ge=0.01, le=60.0)]
+    stats_interval_s: Annotated[float, msgspec.Meta(ge=0.01, le=60.0)]
+    max_frame_bytes: Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30)]
+    fleet_key: bytes = b""  # see `Configure`
+
+
 class ForModel(msgspec.Struct, tag="model", array_like=True, frozen=True):
     """A frame to or from the engine of another model than the first, whose frames travel as they are."""
 
@@ -346,7 +356,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 Asking = Explain | Steer | Watch | ChangeBranches | ExtendBranch | Prune | ShowTree | LoadAdapter | Rest
 ToModel = Pixels | Add | Fork | Abort | FinishAt | Asking | UnloadAdapter | EndPin
-ToEngine = Configure | ToModel | ForModel | Drain | Ping | Stop
+ToEngine = Configure | Join | ToModel | ForModel | Drain | Ping | Stop
 
 
 # -- from the engine ---------------------------------------------------------------------------------------
@@ -362,10 +372,12 @@ class StillLoading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     info: EngineInfo
+    next_number: RequestNumber = 1  # of a request: those below were another's
 
 
 class LoadFailure(msgspec.Struct, tag="load_failed", array_like=True, frozen=True):
-    """The model cannot be served; one sentence says why. The process exits with `exit_code`."""
+    """The model cannot be served, or not to whom has asked; one sentence says why. A process that was started for it
+    exits with `exit_code`."""
 
     message: str
     exit_code: int
@@ -466,6 +478,10 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
+class Leaving(msgspec.Struct, tag="leaving", array_like=True, frozen=True):
+    """The engine was told to end: what it has goes on elsewhere."""
+
+
 class Log(msgspec.Struct, tag="log", array_like=True, frozen=True):
     """A log record of the engine's process."""
 
@@ -483,7 +499,9 @@ class Watched(msgspec.Struct, tag="watched", array_like=True, frozen=True):
 
 # To a question, whose number it bears.
 Answer = Explained | Steered | Watched | Changed | Extended | TreeShown | AdapterLoaded | Rested
-FromEngine = StillLoading | Ready | LoadFailure | Update | PrefixNews | Answer | ForModel | Failed | Log
+FromEngine = (
+    StillLoading | Ready | LoadFailure | Update | PrefixNews | Answer | ForModel | Failed | Leaving | Log
+)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -10,11 +10,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +33,10 @@ from paceline.engine.stepper import Stepper
 from paceline.errors import EngineFailed, InvalidAdapter, InvalidRequest, PacelineError, QueueFull
 from paceline.factory import LoadedModel
 from paceline.kv.prefix import PrefixCache
-from paceline.process import frames
+from paceline.process import far, frames
 from paceline.process.client import EngineStats, Explanation, Steering
 from paceline.process.frames import rejected_with
+from paceline.process.keys_ahead import KEYS_LOOK_S, LONG_PROMPT, KeysAhead
 from paceline.process.kv_events import KVEventPublisher
 from paceline.process.live_view import LiveView
 from paceline.process.outbox import Outbox
@@ -100,25 +99,18 @@ class ModelService:
         self._seat = seat
         self._num_rejects = num_rejects
         self._vocab_size = loaded.checkpoint.spec.vocab_size
-        self._outbox = Outbox(configure.max_frame_bytes)
+        self._take_pace(configure)
         self._pixels_of, self._pixels = 0, bytearray()  # of a request that is on its way
         self._keys_ahead = KeysAhead[frames.Add, frames.ToModel]()
         self._answers: deque[frames.Answer | frames.PrefixNews] = deque()
         self._told_cache: PrefixCache | None = None  # where changes of it are told
-        self._is_in_fleet = bool(configure.fleet_key)
+        self._is_in_fleet = False
         self._publisher: KVEventPublisher | None = None
-        if configure.fleet_key:
-            self._note_changes()
-            key = engine.use_prefix_key(configure.fleet_key)
-            if key != configure.fleet_key:
-                self._answers.append(frames.PrefixNews(key=key))
+        self._share_names(configure.fleet_key)
         self._live_view = LiveView(engine, loaded.cpu_work)
         self._stepper = Stepper(engine, self._on_events)
         engine.on_forecast = self._send_forecast
         self._steps_without_a_number = 0
-        self._heartbeat_s = configure.heartbeat_s
-        self._stats_interval_s = min(configure.stats_interval_s, configure.heartbeat_s)
-        self.next_report_s = 0.0
         self._free = loaded.free
         self._cpu_work = loaded.cpu_work
         load = None if loaded.free is None else loaded.free.load
@@ -132,6 +124,35 @@ class ModelService:
         self._draining = False  # no request may be paused any more
         self._has_news = False  # something came in since the last step
         self._due_s = 0.0  # when a step may find something again, while requests wait for a moment in time
+
+    def _take_pace(self, front: frames.Configure | frames.Join) -> None:
+        self._is_far = isinstance(front, frames.Join)  # its clock is another
+        self._outbox = Outbox(front.max_frame_bytes)
+        self._heartbeat_s = front.heartbeat_s
+        self._stats_interval_s = min(front.stats_interval_s, front.heartbeat_s)
+        self.next_report_s = 0.0
+
+    def meet(self, front: frames.Join) -> None:
+        """Another front comes: end what the last one asked for, and forget what it was to be told."""
+        self.abort_all()
+        while not self.engine.is_asleep and self._stepper.wait_s() == 0:
+            self._stepper.step()  # what was being computed
+        self._answers.clear()
+        self._draining = self._has_news = self._was_busy = False
+        self._take_pace(front)
+        self._share_names(front.fleet_key)
+
+    def _share_names(self, fleet_key: bytes) -> None:
+        """Name prefixes as a fleet does, and tell of them; what is cached under other names is not found again."""
+        if not fleet_key:
+            return
+        self._is_in_fleet = True
+        cache = self._note_changes()
+        while cache.has_news:  # another front's
+            cache.take_news(MOST_NEWS)
+        key = self.engine.use_prefix_key(fleet_key)
+        if key != fleet_key:
+            self._answers.append(frames.PrefixNews(key=key))
 
     # -- its turns -----------------------------------------------------------------------------------------
 
@@ -246,9 +267,10 @@ class ModelService:
         self._publisher = publisher
         self._note_changes()
 
-    def _note_changes(self) -> None:
+    def _note_changes(self) -> PrefixCache:
         self._told_cache = told_cache_of(self.engine.scheduler)
         self._told_cache.take_news(0)
+        return self._told_cache
 
     @property
     def has_answers(self) -> bool:
@@ -262,9 +284,12 @@ class ModelService:
     def tell(self) -> Iterator[bytes]:
         """Frame after frame; one is taken from what waits when it is asked for."""
         while self._outbox:
-            yield frames.encode(self._outbox.take())
+            yield self._encoded(self._outbox.take())
         while self._answers:
-            yield frames.encode(self._answers.popleft())
+            yield self._encoded(self._answers.popleft())
+
+    def _encoded(self, frame: frames.Update | frames.PrefixNews | frames.Answer) -> bytes:
+        return frames.encode(far.moved(frame, -time.monotonic()) if self._is_far else frame)
 
     def answer(self, answer: frames.Answer) -> None:
         self._answers.append(answer)
@@ -529,63 +554,3 @@ def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) == -1:
             raise InvalidRequest(f"{name} of the whole vocabulary are not available here", param=name)
-
-
-LONG_PROMPT = 8192  # tokens whose keys are made ahead: those of fewer take no longer than a step's own work
-KEYS_LOOK_S = 0.001  # from one look at whether they are made to the next
-
-First = TypeVar("First")
-Message = TypeVar("Message")
-Parts = Iterable[list[BlockKey]]
-
-
-class KeysAhead(Generic[First, Message]):
-    """Prefix keys of long prompts, made beside steps: one prompt at a time, and the messages behind it.
-
-    8,192 blocks take some 20 ms of a processor, which every stream would wait for. So a thread makes them, and what the
-    other side asks for meanwhile waits behind the prompt, in order.
-    """
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="paceline-keys")
-        self._first: tuple[First, Future[list[BlockKey]]] | None = None
-        self._behind: deque[Message] = deque()
-
-    def __bool__(self) -> bool:
-        """Whether anything waits."""
-        return self._first is not None
-
-    def start(self, message: First, parts: Parts) -> None:
-        """Make the keys of a message's prompt; what comes until it is taken goes to `put`."""
-        assert self._first is None
-        self._first = message, self._threads.submit(_made, parts)
-
-    def put(self, message: Message) -> None:
-        self._behind.append(message)
-
-    def take(
-        self,
-        add: Callable[[First, list[BlockKey]], None],
-        apply: Callable[[Message], None],
-        *,
-        wait: bool = False,
-    ) -> None:
-        """Hand on what need not wait any more: a prompt with its keys to `add`, what was behind it to `apply`, which
-        may start another. `wait`: for all of it."""
-        while self._first is not None and (wait or self._first[1].done()):
-            message, keys = self._first
-            self._first = None
-            add(message, keys.result())
-            while self._behind and self._first is None:
-                apply(self._behind.popleft())
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _made(parts: Parts) -> list[BlockKey]:
-    made: list[BlockKey] = []
-    for part in parts:
-        made += part
-        time.sleep(0)  # the engine's thread waits no longer for its turn than one part takes
-    return made

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from paceline.config.engine import ModelConfig
 from paceline.config.model_set import ModelEntry, ModelSet
@@ -71,6 +71,7 @@ class Link(asyncio.Protocol):
         on_frame: Callable[[frames.FromEngine], None],
     ) -> None:
         self.closed = asyncio.Event()
+        self.error: Exception | None = None  # that has closed it
         self._incarnation = incarnation
         self._rejects = rejects
         self._reader = FrameReader(incarnation, max_frame_bytes, rejects)
@@ -117,6 +118,7 @@ class Link(asyncio.Protocol):
         return False  # close
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.error = error
         self._reader.at_end()
         self.closed.set()
 
@@ -125,11 +127,29 @@ _engine_logger = logging.getLogger("paceline.engine")  # what the engine's proce
 _POLL_S = 0.02
 
 
+class Ending(Protocol):
+    """What is done with an engine at its end; see `EngineChild`."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    async def wait(self, seconds: float) -> bool: ...
+
+    async def kill(self) -> None: ...
+
+    async def dump_stacks(self) -> None: ...
+
+    def describe_end(self) -> str: ...
+
+
 @dataclass(slots=True)
 class Life:
-    """One engine process, from its start to its end."""
+    """One engine process, from its start to its end; or a link to one elsewhere."""
 
-    child: EngineChild
+    child: Ending
     link: Link
     started_s: float
     failure: frames.LoadFailure | frames.Failed | None = None
@@ -140,6 +160,8 @@ class EngineProcess:
     """An engine in a separate process, behind `client`."""
 
     command: Sequence[str] = children.COMMAND
+    called = "the engine's process"  # in sentences
+    cannot = "cannot be started"
 
     def __init__(
         self,
@@ -156,7 +178,7 @@ class EngineProcess:
         there are several, or one that may sleep; its first is `model`. `numbers`: of requests, which several engines
         share; `place`: what of the machine this one has."""
         self._models = further or ModelSet(entries=[ModelEntry(model=model, given=given)])
-        numbers = numbers or Numbers()
+        self._numbers = numbers = numbers or Numbers()
         self._place = place
         self.fleet_key = b""  # of prefixes' names; b"": it is no fleet's
         self.rank = 0  # its number in the fleet
@@ -256,27 +278,34 @@ class EngineProcess:
             reason, exit_code = await self._live_once()
             if self._is_stopping:
                 return reason, exit_code
-            _logger.error("%s", reason)
-            # If it has never worked, trying again would not help.
-            pause_s = self._budget.spend(time.monotonic()) if self._ready.done() else None
+            pause_s = self._pause_s(reason)
             if pause_s is None:
                 return reason, exit_code
             await asyncio.sleep(pause_s)
-            self.num_restarts += 1
-            _logger.warning("the engine is restarted")
+            self._note_restart()
+
+    def _pause_s(self, reason: str) -> float | None:
+        """Before the next try; None: there is none. If it has never worked, trying again would not help."""
+        _logger.error("%s", reason)
+        assert self._ready is not None
+        return self._budget.spend(time.monotonic()) if self._ready.done() else None
+
+    def _note_restart(self) -> None:
+        self.num_restarts += 1
+        _logger.warning("the engine is restarted")
 
     async def _live_once(self) -> tuple[str, int]:
         """One process from start to end; returns what became of it, as a sentence and an exit code."""
         try:
             life = self._life = await self._begin()
         except OSError as error:
-            self._detach("the engine's process cannot be started")
-            return f"the engine's process cannot be started: {error}", 70
+            self._detach(f"{self.called} {self.cannot}")
+            return f"{self.called} {self.cannot}: {error}", 70
         try:
             reason = await self._watch(life)
         finally:
             life.link.close()  # whatever it still says comes too late
-        self._detach(reason or "the engine's process has ended")  # before anything that takes time
+        self._detach(reason or f"{self.called} has ended")  # before anything that takes time
         if reason is not None:
             await life.child.dump_stacks()
         else:  # it has closed its end: it is gone, or about to be
@@ -284,7 +313,7 @@ class EngineProcess:
         ended = life.child.describe_end()
         await life.child.kill()
         self._life = None
-        return _sentence(life, reason, ended)
+        return self._sentence(life, reason, ended)
 
     def _detach(self, reason: str) -> None:
         for client in self.clients:
@@ -382,6 +411,7 @@ class EngineProcess:
         if isinstance(frame, frames.Ready):
             client.ready(frame.info)
             life.was_ready = all(each.state is EngineState.READY for each in self.clients)
+            self._numbers.next = max(self._numbers.next, frame.next_number)
             assert self._ready is not None
             if life.was_ready and not self._ready.done():
                 self._ready.set_result(None)
@@ -398,16 +428,15 @@ class EngineProcess:
     def is_ready(self) -> bool:
         return all(client.state is EngineState.READY for client in self.clients)
 
-
-def _sentence(life: Life, reason: str | None, ended: str) -> tuple[str, int]:
-    """What became of a life, and the exit code that stands for it."""
-    if isinstance(life.failure, frames.LoadFailure):
-        return life.failure.message, life.failure.exit_code
-    if reason is None:
-        while_loading = "" if life.was_ready else " while loading the model"
-        said = "" if life.failure is None else f": {life.failure.message}"
-        reason = f"the engine's process {ended}{while_loading}{said}"
-    return reason, 70
+    def _sentence(self, life: Life, reason: str | None, ended: str) -> tuple[str, int]:
+        """What became of a life, and the exit code that stands for it."""
+        if isinstance(life.failure, frames.LoadFailure):
+            return life.failure.message, life.failure.exit_code
+        if reason is None:
+            while_loading = "" if life.was_ready else " while loading the model"
+            said = "" if life.failure is None else f": {life.failure.message}"
+            reason = f"{self.called} {ended}{while_loading}{said}"
+        return reason, 70
 
 
 def _look_at(future: asyncio.Future[None]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.request import BlockKey
 from paceline.engine.prefix_keys import KEYED_AT_ONCE, PrefixKeyHooks
 from paceline.kv.prefix import KeyMaker
-from paceline.process.model_service import LONG_PROMPT, KeysAhead
+from paceline.process.keys_ahead import LONG_PROMPT, KeysAhead
 from tests.pure.engine.engine_helpers import Bench, engine_config
 
 KEY = BlockKey(b"key", b"payload")

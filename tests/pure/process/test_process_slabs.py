@@ -95,9 +95,8 @@ class Serving:
         self.conductor = Conductor(seats, NUM_SLABS - 1, time.monotonic())
         configure = frames.Configure(ModelConfig(), {}, 0.02, 0.02, 1 << 20)
         market = SlabMarket(NUM_SLABS, owners)
-        self.service = EngineService(
-            models, self.conductor, market, Channel(self.ours, 1 << 20), configure, LogQueue()
-        )
+        self.service = EngineService(models, self.conductor, market, configure, LogQueue())
+        self.service._channel = Channel(self.ours, 1 << 20)
         assert self.service._trade is not None
         self.trade = self.service._trade
         self.trade.begin()

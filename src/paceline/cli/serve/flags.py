@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from paceline.cli.command import Command, CommandOption, whole_number
 from paceline.cli.flags import engine_options
 from paceline.config.engine import ENGINE_CONFIGS
+from paceline.config.links import LinkConfig
 from paceline.config.model_set import ModelEntry, ModelSet, ModelShare
 from paceline.config.options import flag_of, from_values, option, options_of, pick
 from paceline.config.server import (
@@ -323,6 +324,7 @@ def _serve(given: Mapping[str, Any]) -> None:
     )
     process = from_values(ProcessConfig, values)
     fleet = from_values(FleetConfig, values)
+    links = from_values(LinkConfig, values)
     engine = engine_options(values)
     models = None
     if len(named) > 1 or listed is not None:
@@ -331,9 +333,9 @@ def _serve(given: Mapping[str, Any]) -> None:
         models = models_of(named, listed, engine)
         if config.api.model_names:
             raise InputError("--served-model-name names one model; name several in the file of --models")
-        if fleet.replicas > 1:
-            raise InputError("--replicas is for one model; several models share one engine process")
-    for name in _ONE_WRITER if fleet.replicas > 1 else ():
+        if fleet.num_local != 1:
+            raise InputError("--replicas and --engines are for one model; several share one engine process")
+    for name in _ONE_WRITER if fleet.num_local > 1 else ():
         if values.get(name):
             flag = "--" + name.replace("_", "-")
             raise InputError(f"several engines cannot write to one {flag}: leave out {flag} or --replicas")
@@ -345,7 +347,7 @@ def _serve(given: Mapping[str, Any]) -> None:
 
         check_run_log(values["run_log"])
 
-    code = run_server(config, process, engine, models, fleet)
+    code = run_server(config, process, engine, models, fleet, links)
     sys.stdout.flush()
     if code:
         raise SystemExit(code)
@@ -369,7 +371,7 @@ SERVE = Command(
             "Pictures",
         ),
         *("Queue and preemption", "Recording", "Records to keep"),
-        *(FleetConfig, ProcessConfig, UnsupportedOptions),
+        *(FleetConfig, LinkConfig, ProcessConfig, UnsupportedOptions),
     ),
     # The server rejects requests before the engine's own queue is full.
     defaults={

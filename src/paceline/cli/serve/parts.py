@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from paceline.cli.serve.view import card_lines, engines_line, further_line, show_card
+from paceline.cli.serve.view import card_lines, engines_lines, further_line, show_card
 from paceline.config.model_set import ModelSet
 from paceline.config.server import ServerConfig
 from paceline.process.async_engine import AsyncEngine
@@ -72,7 +72,7 @@ def build_server(
         large.update(api.large_bodies)
         return api
 
-    engines = [engines_line(engine.places)] if isinstance(engine, FleetProcess) else []
+    engines = engines_lines(engine.places, engine.elsewhere) if isinstance(engine, FleetProcess) else []
 
     def show(info: EngineInfo) -> None:
         base, metrics, options = _urls(config, listeners)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.links import LinkConfig
 from paceline.config.model_set import ModelEntry, ModelSet
 from paceline.config.server import FleetConfig, ProcessConfig, ServerConfig
 from paceline.errors import PacelineError
@@ -24,10 +25,12 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.process.child import EngineChild
     from paceline.process.fleet_process import FleetProcess
+    from paceline.process.remote.elsewhere import Elsewhere
     from paceline.process.supervisor import EngineProcess
 
 
 ONE_ENGINE = FleetConfig()
+NO_CERTIFICATES = LinkConfig()
 
 
 class EngineNotStarted(PacelineError):
@@ -42,6 +45,7 @@ def run_server(
     engine: Mapping[str, Any],
     models: ModelSet | None = None,
     fleet: FleetConfig = ONE_ENGINE,
+    links: LinkConfig = NO_CERTIFICATES,
 ) -> int:
     """Serve until a signal stops it; returns the exit code. `models`: where there are several, instead of `engine`."""
     from paceline.llm.arguments import split_arguments
@@ -57,8 +61,9 @@ def run_server(
         models = ModelSet(entries=[ModelEntry(model=model, given=given)])
     _check_models(models, config)
 
+    elsewhere = _elsewhere(fleet, links)
     _set_process_limits(config)
-    children = _start_engines(fleet.replicas)
+    children = _start_engines(fleet.num_local)
     try:
         for entry in models.entries:
             bring_here(entry.model.model, entry.model.revision, entry.model.download_dir)
@@ -82,7 +87,7 @@ def run_server(
     output = set_up_logs(config.log_format, config.log_level)
 
     async def serve() -> int:
-        running = _engine(models, process, fleet, children)
+        running = _engine(models, process, fleet, children, elsewhere)
         await running.start()
         await asyncio.sleep(0)  # the engine gets its model before this process is busy importing
 
@@ -122,12 +127,21 @@ def _check_models(models: ModelSet, config: ServerConfig) -> None:
         print(f"paceline {__version__}: loading {names} ...", file=sys.stderr, flush=True)
 
 
+def _elsewhere(fleet: FleetConfig, links: LinkConfig) -> Elsewhere | None:
+    """Engines elsewhere, if there are any; mistakes in them are told before anything is started."""
+    if not fleet.engines:
+        return None
+    from paceline.process.remote.elsewhere import Elsewhere
+
+    return Elsewhere.read(fleet.engines, links)
+
+
 def _start_engines(count: int) -> list[EngineChild]:
     from paceline.process import child
 
     started: list[EngineChild] = []
     try:
-        for place in child.deal_out(count) if count > 1 else [None]:
+        for place in child.deal_out(count) if count > 1 else [None] * count:
             started.append(child.EngineChild(child.COMMAND, place))
     except OSError as error:
         _kill(started)
@@ -141,19 +155,29 @@ def _kill(children: Sequence[EngineChild]) -> None:
 
 
 def _engine(
-    models: ModelSet, process: ProcessConfig, fleet: FleetConfig, children: Sequence[EngineChild]
+    models: ModelSet,
+    process: ProcessConfig,
+    fleet: FleetConfig,
+    children: Sequence[EngineChild],
+    elsewhere: Elsewhere | None,
 ) -> EngineProcess | FleetProcess:
     """One engine has no fleet in its way."""
     from paceline.cli.serve.view import LoadingLine
     from paceline.process.supervisor import EngineProcess
 
     running: EngineProcess | FleetProcess
-    if fleet.replicas == 1:
-        running = EngineProcess(models.entries[0].model, {}, process, children[0], models)
+    model = models.entries[0].model
+    if elsewhere is None and len(children) == 1:
+        running = EngineProcess(model, {}, process, children[0], models)
     else:
+        from paceline.models.files.digest import model_digest
+        from paceline.models.files.fetch import resolve
         from paceline.process.fleet_process import FleetProcess
 
-        running = FleetProcess(models, process, fleet, children)
+        if elsewhere is not None:
+            path = resolve(model.model, model.revision, model.download_dir)
+            elsewhere = elsewhere._replace(digest=model_digest(path))
+        running = FleetProcess(models, process, fleet, children, elsewhere)
     running.on_loading = LoadingLine(sys.stderr).show
     return running
 

@@ -79,8 +79,14 @@ def further_line(name: str, info: EngineInfo, share: ModelShare) -> Line:
     )
 
 
+def engines_lines(places: Sequence[Place], elsewhere: str) -> list[Line]:
+    """The lines of several engines: what of this machine each has, and where others are."""
+    far = [("linked to", f"engines at {elsewhere}")] if elsewhere else []
+    return [*([engines_line(places)] if places else []), *far]
+
+
 def engines_line(places: Sequence[Place]) -> Line:
-    """The line of several engines: what of this machine each has."""
+    """What of this machine each of several engines has."""
     least, most = (choose(len(place.cores) for place in places) for choose in (min, max))
     each = _counted(most, "core") if least == most else f"{least} to {most} cores"
     devices = [place.environment.get(DEVICES, "") for place in places]
