@@ -18,7 +18,7 @@ from paceline.errors import QueueFull
 from paceline.process import frames
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import BranchUpdate
-from paceline.process.fleet import Fleet
+from paceline.process.fleet.fleet import Fleet
 from paceline.process.questions import Numbers
 from tests.fake_engine import engine_info, finished
 

@@ -17,7 +17,7 @@ from paceline.core.counters import AdapterStats, Counters, CPUWork, LevelUse, Sl
 from paceline.core.dial import DialStatus
 from paceline.costs.cost_model import ModelWork
 from paceline.process.client import EngineState, EngineStats
-from paceline.process.fleet import Fleet, Member
+from paceline.process.fleet.fleet import Fleet, Member
 from paceline.server.access.keys_file import Keyring
 from paceline.server.app import Api, Application
 from paceline.server.batches.batches import Batches

@@ -19,7 +19,7 @@ from paceline.config.server import FleetConfig
 from paceline.core.sampling import SamplingParams
 from paceline.process.child import EngineChild, deal_out
 from paceline.process.client import EngineState, EngineUnavailable
-from paceline.process.fleet_process import FleetProcess
+from paceline.process.fleet.processes import FleetProcess
 from tests.e2e.process_helpers import GIVEN, PROMPT, config, read, until
 from tests.model_folder import write_model
 

@@ -16,7 +16,7 @@ from paceline.config.model_set import ModelEntry, ModelSet
 from paceline.config.server import FleetConfig
 from paceline.models.files.digest import model_digest
 from paceline.process.client import EngineState
-from paceline.process.fleet_process import FleetProcess
+from paceline.process.fleet.processes import FleetProcess
 from paceline.process.remote.elsewhere import Elsewhere
 from tests.e2e.model_cli import ENDLESS_CONTEXT, run, run_process
 from tests.e2e.process_helpers import GREEDY, PROMPT, config, read, until
@@ -100,13 +100,14 @@ def test_what_cannot_be_listened_on_or_linked_to_is_said_at_the_start(tmp_path: 
     ):
         refused = run(*words)
         assert refused.returncode == 78 and "--tls-cert" in refused.stderr
-    for words in (
+    mistakes: tuple[tuple[str | Path, ...], ...] = (
         ("engine", model),
         ("engine", model, "--listen", "7000"),
         ("engine", model, "--listen", "127.0.0.1:0", "--tls-cert", "a"),
         ("serve", model, "--engines", "127.0.0.1"),
-    ):
-        assert run(*words).returncode == 2, words
+    )
+    for wrong in mistakes:
+        assert run(*wrong).returncode == 2, wrong
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         refused = run_process("engine", model, "--load-format", "dummy", "--listen", place, cache=tmp_path)

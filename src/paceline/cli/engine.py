@@ -63,7 +63,7 @@ def _engine(given: Mapping[str, Any]) -> None:
 
     from paceline.cli.serve.view import LoadingLine
     from paceline.process.client import EngineInfo
-    from paceline.process.remote.serve import serve_engine
+    from paceline.process.remote.listen import serve_engine
 
     def show(info: EngineInfo, place: str) -> None:
         print(

@@ -20,7 +20,7 @@ from paceline.errors import InvalidRequest, QueueFull
 from paceline.kv.prefix import KeyMaker
 from paceline.process import frames
 from paceline.process.client import BranchUpdate, EngineState, EngineStats, EngineUnavailable, Explanation
-from paceline.process.fleet_prefixes import FleetPrefixes
+from paceline.process.fleet.known_prefixes import FleetPrefixes
 from paceline.routing.prefix_map import PrefixMap
 from tests.fake_fleet import PROMPT, SAMPLING, FakeEngine, ends, fleet_of, read, run, tokens_of
 

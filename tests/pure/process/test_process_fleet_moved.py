@@ -18,7 +18,7 @@ from paceline.core.request import (
 from paceline.core.stretch import MediaInput, MediaPart, PromptParts
 from paceline.process import frames
 from paceline.process.client import EngineStats, EngineUnavailable, Explanation
-from paceline.process.fleet_prefixes import FleetPrefixes
+from paceline.process.fleet.known_prefixes import FleetPrefixes
 from paceline.routing.view import Gauges
 from tests.fake_fleet import PROMPT, SAMPLING, fleet_of, run
 

@@ -19,7 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.factory import build_engine
 from paceline.kv.prefix import PrefixCache
 from paceline.process import frames, model_service
-from paceline.process.fleet_prefixes import FleetPrefixes
+from paceline.process.fleet.known_prefixes import FleetPrefixes
 from paceline.process.model_service import ModelService
 from paceline.routing.prefix_map import KEY_BYTES, PrefixMap
 from tests.fakes import FakeRunner

@@ -15,8 +15,8 @@ from paceline.config.model_set import ModelSet
 from paceline.config.server import ServerConfig
 from paceline.process.async_engine import AsyncEngine
 from paceline.process.client import EngineInfo
-from paceline.process.fleet import Fleet
-from paceline.process.fleet_process import FleetProcess
+from paceline.process.fleet.fleet import Fleet
+from paceline.process.fleet.processes import FleetProcess
 from paceline.process.supervisor import EngineProcess
 from paceline.server.access.keys_file import Keyring, read_keys
 from paceline.server.api.batch_routes import large_bodies

@@ -24,7 +24,7 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.process.child import EngineChild
-    from paceline.process.fleet_process import FleetProcess
+    from paceline.process.fleet.processes import FleetProcess
     from paceline.process.remote.elsewhere import Elsewhere
     from paceline.process.supervisor import EngineProcess
 
@@ -172,7 +172,7 @@ def _engine(
     else:
         from paceline.models.files.digest import model_digest
         from paceline.models.files.fetch import resolve
-        from paceline.process.fleet_process import FleetProcess
+        from paceline.process.fleet.processes import FleetProcess
 
         if elsewhere is not None:
             path = resolve(model.model, model.revision, model.download_dir)

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.errors import InvalidRequest, InvalidTransition
 from paceline.process.client import EngineClient, EngineState
-from paceline.process.fleet import Fleet, Member
+from paceline.process.fleet.fleet import Fleet, Member
 from paceline.server.api.fields import read_query
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call

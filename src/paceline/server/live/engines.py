@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.process.client import EngineClient
-from paceline.process.fleet import Fleet
+from paceline.process.fleet.fleet import Fleet
 from paceline.server.api.fleet_routes import engine_values
 from paceline.server.generate.requests import MOST_REQUESTS, RecentRequests
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from paceline.process.client import EngineClient, EngineState
-from paceline.process.fleet import Fleet
+from paceline.process.fleet.fleet import Fleet
 from paceline.server.api.route import Route
 from paceline.server.call import Answer, Call
 from paceline.server.metrics.batching import BatchingMetrics

@@ -2,7 +2,7 @@
 
 A request goes to the engine that the router chooses; when that is lost, its stream goes on in another one. Requests are
 numbered across all engines, so that no two share a number; a request keeps its own, whatever engine has it.
-Nothing here knows how engines are started: `fleet_process` does. Belongs to one event loop.
+Nothing here knows how engines are started: `processes` does. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from paceline.process.client import (
     PolicyChange,
     Steering,
 )
-from paceline.process.fleet_figures import Figures, joint_info
-from paceline.process.fleet_prefixes import FleetPrefixes
-from paceline.process.fleet_stream import FINAL, LOST_TWICE, Asked, FleetStream, RefusedPrompts
-from paceline.process.fleet_ways import Ways
+from paceline.process.fleet.joint_figures import Figures, joint_info
+from paceline.process.fleet.known_prefixes import FleetPrefixes
+from paceline.process.fleet.stream import FINAL, LOST_TWICE, Asked, FleetStream, RefusedPrompts
+from paceline.process.fleet.ways import Ways
 from paceline.process.questions import Numbers
 from paceline.routing.routers import make_router, route
 from paceline.routing.view import Ask, Choice, FleetView, Gauges

@@ -17,7 +17,7 @@ from paceline.config.server import FleetConfig, ProcessConfig
 from paceline.process import frames
 from paceline.process.child import EngineChild, Place
 from paceline.process.client import EngineState
-from paceline.process.fleet import LOOK_S, Fleet, Member
+from paceline.process.fleet.fleet import LOOK_S, Fleet, Member
 from paceline.process.questions import Numbers
 from paceline.process.remote.elsewhere import Elsewhere, look_up
 from paceline.process.remote.remote_engine import RemoteEngine

@@ -1,0 +1,1 @@
+"""Several engines of one model as one: where requests go, and how streams outlive an engine."""
