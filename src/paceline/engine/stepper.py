@@ -26,13 +26,14 @@ class Stepper:
 
     def step(self) -> None:
         """One step, after whatever came in."""
-        before = self._engine.num_submitted
+        before, was_idle = self._engine.num_submitted, self._engine.is_idle
         step = self._engine.step_overlapped if self._engine.depth else self._engine.step
         self._on_events(step())
         # The reader of the events may have found a stop string: that request's ending is there already, and
         # no further step may come to bring it.
         self._on_events(self._engine.scheduler.take_events())
-        self._stuck = self._engine.num_submitted == before and self._engine.is_idle
+        # What was under way before may have ended something, and made room for what waits: the next step looks.
+        self._stuck = was_idle and self._engine.num_submitted == before and self._engine.is_idle
 
     def wait_s(self) -> float | None:
         """How long to sleep unless something comes in: 0 to step now, None for as long as nothing comes."""

@@ -65,6 +65,24 @@ def test_a_stepper_knows_when_there_is_nothing_to_do() -> None:
     assert [ending.request for events in told for ending in events.finished] == [request]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stepper_does_not_sleep_before_a_request_that_an_ending_makes_room_for(depth: int) -> None:
+    """The last result that is read may be what another request waits for: its blocks."""
+    config = EngineConfig(
+        kv=KVConfig(num_blocks=4, block_size=4), scheduler=SchedulerConfig(max_num_seqs=4), depth=depth
+    )
+    engine = build_engine(config, FakeRunner(config), clock=ManualClock(10.0))
+    told: list[StepEvents] = []
+    stepper = Stepper(engine, told.append)
+    requests = [engine.add(list(range(start, start + 9)), SAMPLING)[0] for start in (20, 40, 60)]
+    for _ in range(40):
+        if not engine.has_requests:
+            break
+        assert stepper.wait_s() == 0
+        stepper.step()
+    assert [ending.request for events in told for ending in events.finished] == requests
+
+
 def test_a_stepper_sleeps_until_the_next_deadline() -> None:
     engine, clock = make()
     stepper = Stepper(engine, lambda events: None)
