@@ -24,7 +24,7 @@ NO_KEY = BlockKey(b"", b"")  # of a block that cannot be hit
 NO_MARKS: Mapping[int, bytes] = MappingProxyType({})
 
 
-class PrefixNews(NamedTuple):
+class CacheNews(NamedTuple):
     """Names of prefixes that can be hit since they were last asked for, and of those that cannot any more."""
 
     stored: list[bytes]
@@ -102,12 +102,12 @@ class PrefixCache:
         """Whether there is something to tell to those who have asked."""
         return bool(self._changed)
 
-    def take_news(self, most: int | None = None) -> PrefixNews:
+    def take_news(self, most: int | None = None) -> CacheNews:
         """What has changed since the last call, at most so many names, and the rest with the next ones. The first one
         tells all there is."""
         if self._changed is None:
             self._changed = dict.fromkeys(self.by_name, True)
-        changed, news = self._changed, PrefixNews([], [])
+        changed, news = self._changed, CacheNews([], [])
         if most is None or most >= len(changed):
             told, self._changed = list(changed.items()), {}
         else:  # in order: a block's parent before it

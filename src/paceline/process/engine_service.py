@@ -110,7 +110,7 @@ class Waking(threading.Thread):
             self.error = error
 
 
-class Leaving(threading.Thread):
+class LeavingModel(threading.Thread):
     """Lets go of the memory of a model that sleeps, beside the steps of the others: it may be copied to the host."""
 
     def __init__(self, service: ModelService, level: int) -> None:
@@ -149,7 +149,7 @@ class EngineService:
         if publisher is not None:
             self._models[0].publish_to(publisher)
         self._waking: dict[int, Waking] = {}
-        self._leaving: dict[int, Leaving] = {}
+        self._leaving: dict[int, LeavingModel] = {}
         # Model and question of operators who wait for it to leave.
         self._told_later: list[tuple[int, int]] = []
         self._trade = None if market is None else SlabTrade(market, [loaded.engine for loaded in models])
@@ -360,16 +360,16 @@ class EngineService:
         if not model.sleeper.on_gpu:
             model.sleeper.let_go(level)
         elif order.model not in self._leaving:
-            self._leaving[order.model] = Leaving(model, level)
+            self._leaving[order.model] = LeavingModel(model, level)
         model.sleeps += 1
         model.next_report_s = 0.0
         self._conductor.slept(order.model, level)
         _logger.info("%s sleeps (level %d)", self._name(order.model), level)
 
-    def _finish_leaving(self, number: int, leaving: Leaving) -> None:
+    def _finish_leaving(self, number: int, leaving: LeavingModel) -> None:
         level = self._conductor.seats[number].level
         if leaving.level < level:  # it was put to a deeper sleep meanwhile
-            self._leaving[number] = Leaving(self._models[number], level)
+            self._leaving[number] = LeavingModel(self._models[number], level)
             return
         if self._trade is not None:
             self._trade.slept(number)

@@ -59,7 +59,7 @@ class AllBlocksCleared(Event):
     pass
 
 
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
@@ -122,7 +122,7 @@ class KVEventPublisher:
         self._thread.join(CLOSE_S)
 
     def _put(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        payload = msgspec.msgpack.encode(Batch(time.time(), events, self._rank))
+        payload = msgspec.msgpack.encode(EventBatch(time.time(), events, self._rank))
         number = self._next.to_bytes(8, "big")
         self._next += 1
         try:

@@ -12,8 +12,15 @@ from paceline.process.client import EngineStats
 from paceline.process.frames import Update
 from paceline.server.access.caller import Caller
 from paceline.server.generate.requests import RecentRequests
-from paceline.server.live.engines import engines_of, fleet_values, moved_names, num_moved
-from paceline.server.live.feed import WatchedModel, feed_of, feeds_of
+from paceline.server.live.feed import (
+    WatchedModel,
+    engines_of,
+    feed_of,
+    feeds_of,
+    fleet_values,
+    moved_names,
+    num_moved,
+)
 from paceline.server.metrics.families import Families
 from paceline.server.metrics.prometheus_page import fleet_families
 from paceline.server.metrics.request_metrics import RequestFamilies

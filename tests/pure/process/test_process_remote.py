@@ -18,9 +18,9 @@ from paceline.models.files.digest import SAMPLES, WHOLE_BYTES, model_digest
 from paceline.process import far, frames
 from paceline.process.channel import FrameReader, Rejects, make_header
 from paceline.process.client import Explanation
-from paceline.process.remote import port as ports
+from paceline.process.remote import listen
 from paceline.process.remote.elsewhere import Elsewhere
-from paceline.process.remote.port import FrontPort, bind
+from paceline.process.remote.listen import FrontPort, bind
 from tests.fake_engine import finished
 from tests.waiting import wait_until
 
@@ -97,7 +97,7 @@ def test_a_port_in_use_and_a_path_that_is_no_socket_are_refused(tmp_path: Path) 
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontPort]:
-    monkeypatch.setattr(ports, "GREETING_S", 0.5)
+    monkeypatch.setattr(listen, "GREETING_S", 0.5)
     bound = bind(Address(path=str(tmp_path / "socket")))
     made = FrontPort(bound, None, LIMIT)
     made.open()
@@ -154,7 +154,7 @@ def test_strangers_are_closed_and_counted(port: FrontPort, said: bytes, sentence
 
 
 def test_many_slow_strangers_keep_nobody_out_for_long(port: FrontPort) -> None:
-    slow = [come(port) for _ in range(2 * ports.MOST_GREETED)]
+    slow = [come(port) for _ in range(2 * listen.MOST_GREETED)]
     wait_until(lambda: port.num_refused == len(slow), 20)
     for sock in slow:
         sock.close()

@@ -38,9 +38,9 @@ from paceline.process.client import (
     PolicyChange,
     Steering,
 )
-from paceline.process.fleet.joint_figures import Figures, joint_info
+from paceline.process.fleet.joint_figures import JointFigures, joint_info
 from paceline.process.fleet.known_prefixes import FleetPrefixes
-from paceline.process.fleet.stream import FINAL, LOST_TWICE, Asked, FleetStream, RefusedPrompts
+from paceline.process.fleet.lasting_stream import FINAL, LOST_TWICE, Asked, FleetStream, RefusedPrompts
 from paceline.process.fleet.ways import Ways
 from paceline.process.questions import Numbers
 from paceline.routing.routers import make_router, route
@@ -99,7 +99,7 @@ class Fleet:
         self._streams: dict[int, FleetStream] = {}  # that have not ended, by each of their numbers
         self.ways = Ways()
         self.prefixes = FleetPrefixes(self.view.prefixes)
-        self._figures = Figures()
+        self._figures = JointFigures()
         self._refused = RefusedPrompts()
         self._dial: DialSetting | None = None  # as they were set while serving
         self._policy: PolicyChange | None = None

@@ -30,7 +30,7 @@ _TOTALS = (
 )
 
 
-class Totals:
+class JointTotals:
     """Of one engine over all its lives: an engine that is started again counts from 0, and totals never fall."""
 
     def __init__(self) -> None:
@@ -51,16 +51,16 @@ class Totals:
         )
 
 
-class Figures:
+class JointFigures:
     """Of several engines, over their lives. They are added once for each report: requests ask for them."""
 
     def __init__(self) -> None:
-        self._totals: list[Totals] = []
+        self._totals: list[JointTotals] = []
         self._told: list[EngineStats] = []
         self._joint = EngineStats()
 
     def of(self, told: list[EngineStats]) -> EngineStats:
-        self._totals += [Totals() for _ in told[len(self._totals) :]]
+        self._totals += [JointTotals() for _ in told[len(self._totals) :]]
         if len(told) != len(self._told) or any(map(is_not, told, self._told)):
             each = [totals.of(stats) for totals, stats in zip(self._totals, told, strict=True)]
             self._told, self._joint = told, joint_stats(each)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +23,13 @@ import msgspec
 from paceline.config.engine import POLICIES
 from paceline.errors import PacelineError, QueueFull
 from paceline.process.client import EngineClient, EngineState, EngineStats, EngineUnavailable
+from paceline.process.fleet.fleet import Fleet
 from paceline.server.api.fields import choice_of, read_query, whole_of
+from paceline.server.api.fleet_routes import engine_values
 from paceline.server.api.route import Route, described
 from paceline.server.call import Answer, Call, Events
 from paceline.server.errors import UnknownModel, openai_error_frame
-from paceline.server.generate.requests import RecentRequests
-from paceline.server.live.engines import MovedName, engines_of, fleet_values, moved_names, num_moved
+from paceline.server.generate.requests import MOST_REQUESTS, RecentRequests
 from paceline.server.logs import log
 from paceline.server.metrics.request_metrics import RequestFamilies
 from paceline.version import __version__
@@ -50,6 +52,8 @@ LATENCIES = {
     "e2e": "e2e_request_latency_seconds",
 }
 END = None
+SHOWN_S = 60.0  # that a failover is told
+MovedName = tuple[tuple[int, ...], str, str, int]
 
 
 class LookInterval:
@@ -387,3 +391,46 @@ def watch_routes(models: Callable[[], Sequence[WatchedModel]]) -> list[Route]:
             "GET", "/v1/admin/about", about, "What the engine is: sizes, device, version", needs_admin=True
         ),
     ]
+
+
+# -- several engines -----------------------------------------------------------------------------------------
+
+
+def fleet_values(client: EngineClient) -> dict[str, Any]:
+    """Read by the page (engines.js) and by `paceline top`."""
+    if not isinstance(client, Fleet):
+        return {}
+    now_s = time.monotonic()
+    passages = [each for each in client.ways.passages if now_s - each.time_s < SHOWN_S]
+    return {
+        "engines": [
+            {**engine_values(member), "output_tokens": client.output_tokens[member.number]}
+            for member in client.members
+        ],
+        "passages": [
+            (round(now_s - each.time_s, 2), each.source, each.target, each.requests, each.tokens)
+            for each in passages
+        ],
+    }
+
+
+def num_moved(client: EngineClient) -> int:
+    """Requests that went on in another engine since the start."""
+    return client.ways.num_moved if isinstance(client, Fleet) else 0
+
+
+def moved_names(client: EngineClient, recent: RecentRequests, count: int) -> list[MovedName]:
+    """Of the newest that did: the numbers they have there, what they are called, and the number they came with."""
+    if not isinstance(client, Fleet) or not count:
+        return []
+    known = {each.numbers[0]: each for each in recent.newest(MOST_REQUESTS) if each.numbers}
+    moved = [(known[first], first, inner) for first, inner in client.ways.moved if first in known]
+    return [
+        (tuple(number + inner - first for number in each.numbers), each.id, each.words, first)
+        for each, first, inner in moved[-count:]
+    ]
+
+
+def engines_of(client: EngineClient) -> Sequence[EngineClient]:
+    """What can be watched: the one engine there is, or each of several."""
+    return [member.engine for member in client.members] if isinstance(client, Fleet) else [client]
