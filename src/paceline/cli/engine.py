@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from paceline.cli.command import Command
 from paceline.cli.flags import engine_options, find_model
+from paceline.cli.serve.flags import ENGINE_PANELS
 from paceline.config.links import LinkConfig, read_address
 from paceline.config.options import from_values, option
 from paceline.errors import InputError
@@ -39,8 +40,8 @@ class EngineOptions:
     )
     listen: str | None = option(
         None,
-        "where to listen: HOST:PORT, port 0 for any free one, or the path of a socket; all but this machine alone "
-        "needs certificates",
+        "where to listen: HOST:PORT, port 0 for any free one, or the path of a socket; an address that other "
+        "machines reach needs certificates",
         basic=True,
         metavar="ADDRESS",
     )
@@ -83,16 +84,6 @@ ENGINE = Command(
     run=_engine,
     takes=(
         *(EngineOptions, LinkConfig),
-        *(
-            "Model",
-            "Adapters",
-            "Sampling",
-            "KV cache",
-            "Step size",
-            "Batching",
-            "Tuning",
-            "Scheduling policy",
-        ),
-        *("Pictures", "Queue and preemption", "Recording", "Records to keep"),
+        *ENGINE_PANELS,
     ),
 )

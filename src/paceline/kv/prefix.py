@@ -35,7 +35,7 @@ class PrefixCache:
     """The blocks that can be hit, by key."""
 
     def __init__(self, num_blocks: int) -> None:
-        # Whether a name can be hit, of those that changed since somebody asked; None: nobody does.
+        # Whether a name can be hit, of those that changed since the last call of `take_news`; None: never called.
         self._changed: dict[bytes, bool] | None = None
         self.by_name: dict[bytes, int] = {}  # for others to look into, many names at a time
         # By block. A list: a block's entry is rarely in the processor's cache, and a dictionary's lies in four places.
@@ -89,7 +89,7 @@ class PrefixCache:
         return keys
 
     def _note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
-        """What came and went again since somebody asked is no news, so that there is never more than what was told and
+        """What came and went again since the last call is no news, so that there is never more than what was told and
         what is here."""
         changed = self._changed
         assert changed is not None

@@ -150,13 +150,13 @@ class Configure(msgspec.Struct, tag="configure", array_like=True, frozen=True):
     share: ModelShare = ModelShare()
     further: list[FurtherModel] = []
     memory_bytes: int | None = None  # of models that are awake at a time
-    # Names of prefixes are made with it, and told; b"": a single engine, whose names are nobody's business.
+    # Names of prefixes are made with it, and told; b"": a single engine, whose names are never told.
     fleet_key: bytes = b""
     kv_events: KVEventPlaces | None = None
 
 
 class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
-    """The first frame to an engine that listens: somebody wants to give it requests. It has its model already."""
+    """The first frame to an engine that listens: a server has requests for it. It has its model already."""
 
     protocol: str
     heartbeat_s: Annotated[float, msgspec.Meta(ge=0.01, le=60.0)]

@@ -3,7 +3,7 @@
 Looked at once a second. A move pays where an engine is short of blocks: what waits there waits for rows to end, and a
 row that goes sets its blocks free at once. What costs least goes first, and only where the wait it saves is more than
 twice what it costs. Load that is on its way counts where it goes, at most two leave or reach an engine at a time, and
-nobody moves twice within ten seconds: without these, balancing chases its own tail.
+no request moves twice within ten seconds: without these, balancing chases its own tail.
 """
 
 from __future__ import annotations

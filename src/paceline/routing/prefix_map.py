@@ -89,10 +89,10 @@ class PrefixMap:
         """By engine: how many blocks it holds, or will, of the longest beginning it has."""
         found = np.zeros(num_engines, np.int64)
         at, hold_all = 0, -1
-        nobody = repeat(0)
-        holders: Iterable[int] = map(self._holders.get, keys, nobody)
+        none = repeat(0)
+        holders: Iterable[int] = map(self._holders.get, keys, none)
         if not self._expected.keys().isdisjoint(keys):
-            holders = map(or_, holders, map(self._expected.get, keys, nobody))
+            holders = map(or_, holders, map(self._expected.get, keys, none))
         # Runs of blocks with the same holders: there are few, and looking keys up takes no step of Python.
         for engines, run in groupby(holders):
             still = hold_all & engines

@@ -152,7 +152,7 @@ def make_router(name: str) -> Router:
 
 
 def _steadiest(ask: Ask, numbers: Integers) -> int:
-    """Rendezvous hashing: which of `numbers` a session returns to, whoever else comes and goes. A session is named, or
+    """Rendezvous hashing: which of `numbers` a session returns to, whichever others come and go. A session is named, or
     those requests that begin alike."""
     name = ask.session or (ask.keys[0] if ask.keys else b"")
     if not name:

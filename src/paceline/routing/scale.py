@@ -1,6 +1,6 @@
 """How many engines are wanted, and why.
 
-One pure function for everybody who starts and stops engines: a cluster's policy, a gauge, the simulator. What comes in
+One pure function for all that start and stop engines: a cluster's policy, a gauge, the simulator. What comes in
 is compared with what one engine serves within its bounds, by its step times; what waits has to be served too; and what
 grows is reckoned to the moment when an engine started now would be ready. Up at once, down one at a time.
 """

@@ -46,7 +46,9 @@ class Modules:
         # By request that has waited: the modules it is waiting for, and those that were computed meanwhile.
         self._lacks: dict[RequestId, set[bytes]] = {}
         self._had: dict[RequestId, set[bytes]] = {}
-        self._deserted: list[bytes] = []  # modules that nobody waits for any more, since this was last asked
+        self._deserted: list[
+            bytes
+        ] = []  # modules that no request waits for any more, since this was last asked
 
     def next_body(self, row: int, position: int) -> Body | None:
         """The first of a row that ends behind a position."""
@@ -124,7 +126,7 @@ class Modules:
                 self._deserted.append(key)
 
     def take_deserted(self) -> list[RequestId]:
-        """The engine's own requests that compute what nobody waits for any more."""
+        """The engine's own requests that compute what no other waits for any more."""
         keys, self._deserted = self._deserted, []
         found = [self.computing[key] for key in keys if key in self.computing and key not in self._waiting]
         return [number for number in found if number >= OWN_REQUESTS]

@@ -353,24 +353,18 @@ def _serve(given: Mapping[str, Any]) -> None:
         raise SystemExit(code)
 
 
+# Of whatever loads a model to serve it.
+ENGINE_PANELS = (
+    *("Model", "Adapters", "Sampling", "KV cache", "Step size", "Batching", "Tuning", "Scheduling policy"),
+    *("Pictures", "Queue and preemption", "Recording", "Records to keep"),
+)
 SERVE = Command(
     name="serve",
     help=HELP,
     run=_serve,
     takes=(
         *(ServeOptions, ServerConfig, ObserveConfig, ApiConfig, BillingConfig, BatchConfig),
-        *(
-            "Model",
-            "Adapters",
-            "Sampling",
-            "KV cache",
-            "Step size",
-            "Batching",
-            "Tuning",
-            "Scheduling policy",
-            "Pictures",
-        ),
-        *("Queue and preemption", "Recording", "Records to keep"),
+        *ENGINE_PANELS,
         *(FleetConfig, LinkConfig, ProcessConfig, UnsupportedOptions),
     ),
     # The server rejects requests before the engine's own queue is full.

@@ -183,9 +183,14 @@ def _engine(
 
 
 def _bind(config: ServerConfig) -> list[socket.socket]:
-    from paceline.server.http.listener import bind_tcp, bind_unix
+    from paceline.process.unix_socket import bind_unix
+    from paceline.server.http.listener import CannotListen, bind_tcp
 
-    sockets = [bind_unix(config.uds) if config.uds is not None else bind_tcp(config.host, config.port)]
+    sockets = [
+        bind_unix(config.uds, "--uds", CannotListen)
+        if config.uds is not None
+        else bind_tcp(config.host, config.port)
+    ]
     if config.metrics_port is not None:
         try:
             sockets.append(bind_tcp(config.metrics_host, config.metrics_port, flag="--metrics-port"))

@@ -95,7 +95,7 @@ class World:
 
 
 class WorldFields:
-    """The fields of one mapping. Every mistake names the field; what nobody asked for is a mistake too."""
+    """The fields of one mapping. Every mistake names the field; a field that is not known is a mistake too."""
 
     def __init__(self, value: object, place: str) -> None:
         if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """What the engines of a fleet have cached of prompts, by their own word, and the keys that a prompt is looked up by.
 
 Engines and front make names with one secret, the fleet's, which never leaves memory: names of one prompt are the same
-everywhere, and nobody else can guess them. Only the beginning of a long prompt is looked at.
+everywhere, and others cannot guess them. Only the beginning of a long prompt is looked at.
 """
 
 from __future__ import annotations

@@ -16,13 +16,11 @@ import queue
 import signal
 import socket
 import ssl
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ from paceline.process.client import EngineInfo
 from paceline.process.engine_main import close_all, make_service, prepare_process, send_whole
 from paceline.process.engine_service import EngineService, LogQueue
 from paceline.process.remote.tls import TLSSocket, make_context
+from paceline.process.unix_socket import bind_unix
 
 GREETING_S = 5.0  # that a handshake and the first frame may take together
 MOST_GREETED = 8  # at a time
@@ -128,9 +127,9 @@ def _end_on_signals(port: FrontPort, service: EngineService) -> None:
 
 
 def bind(address: Address) -> socket.socket:
-    """A bound socket that nobody can connect to yet. Raises CannotLink."""
+    """A bound socket that takes no connections yet. Raises CannotLink."""
     if address.path:
-        return _bind_unix(address.path)
+        return bind_unix(address.path, "--listen", CannotLink)
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -151,28 +150,8 @@ def bind(address: Address) -> socket.socket:
     return bound
 
 
-def _bind_unix(path: str) -> socket.socket:
-    """What an earlier engine left behind is removed; anything else in its place is not."""
-    place = Path(path)
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(place.stat().st_mode):
-            raise CannotLink(f"--listen {path} exists and is not a socket; name another path")
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path) == 0:
-                raise CannotLink(f"--listen {path} is in use; name another path")
-        place.unlink()
-    bound = socket.socket(socket.AF_UNIX)
-    try:
-        bound.bind(path)
-        os.chmod(path, 0o600)
-    except OSError as error:
-        bound.close()
-        raise CannotLink(f"--listen {path}: {error.strerror}") from error
-    return bound
-
-
 class NotLetIn(Exception):
-    """Why whoever has come is not let in."""
+    """Why a caller is not let in."""
 
 
 class Front(NamedTuple):

@@ -102,7 +102,7 @@ class RemoteEngine(EngineProcess):
         elif isinstance(frame, frames.LoadFailure):
             frame = frames.LoadFailure(f"{self.called} says: {frame.message}", frame.exit_code)
         elif isinstance(frame, frames.Leaving):
-            for client in self.clients:  # it was told to end: nobody's request is to blame
+            for client in self.clients:  # it was told to end: no request is to blame
                 client.fail_all(EngineUnavailable(f"{self.called} leaves", code=DRAINED))
                 client.detach(f"{self.called} leaves")
             if life is not None:

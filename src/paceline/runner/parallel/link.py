@@ -1,6 +1,6 @@
 """The way between the lead and one follower: messages over a socket pair, and noticing at once that the other is gone.
 
-A message is four bytes of length, one of its kind, and the rest. Whoever waits in a sum over ranks cannot be
+A message is four bytes of length, one of its kind, and the rest. A rank that waits in a sum cannot be
 interrupted, so that a separate thread watches the socket and says when the other side has closed it.
 """
 

@@ -11,11 +11,9 @@ import contextlib
 import errno
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from email.utils import formatdate
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -56,26 +54,6 @@ def bind_tcp(host: str, port: int, *, flag: str = "--port") -> socket.socket:
                 f"port {port} of {host} is in use; choose another with {flag}, or 0 for a free one"
             ) from error
         raise CannotListen(f"cannot listen on {host} port {port}: {error.strerror}; see {flag}") from error
-    return bound
-
-
-def bind_unix(path: str) -> socket.socket:
-    """A bound unix socket. What an earlier server left behind is removed; anything else in its place is not."""
-    place = Path(path)
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(place.stat().st_mode):
-            raise CannotListen(f"--uds {path} exists and is not a socket; name another path")
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path) == 0:
-                raise CannotListen(f"--uds {path} is in use by another server; name another path")
-        place.unlink()
-    bound = socket.socket(socket.AF_UNIX)
-    try:
-        bound.bind(path)
-        os.chmod(path, 0o600)
-    except OSError as error:
-        bound.close()
-        raise CannotListen(f"cannot listen on --uds {path}: {error.strerror}") from error
     return bound
 
 
