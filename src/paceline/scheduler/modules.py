@@ -46,9 +46,8 @@ class Modules:
         # By request that has waited: the modules it is waiting for, and those that were computed meanwhile.
         self._lacks: dict[RequestId, set[bytes]] = {}
         self._had: dict[RequestId, set[bytes]] = {}
-        self._deserted: list[
-            bytes
-        ] = []  # modules that no request waits for any more, since this was last asked
+        # Modules that no request waits for any more, since this was last asked.
+        self._deserted: list[bytes] = []
 
     def next_body(self, row: int, position: int) -> Body | None:
         """The first of a row that ends behind a position."""
